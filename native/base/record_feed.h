@@ -1,0 +1,47 @@
+// What a kernel sees of the experts it was promised: records that become ready one by one. The expert
+// store implements it; kernels never learn where the bytes came from.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace headrace {
+
+enum class Format : uint8_t { F32, F16, BF16, Q8, Q4, MXFP4 };
+
+// One packed matrix inside a record.
+struct ExpertMatrix {
+  Format format;
+  int32_t rows;    // outputs
+  int32_t cols;    // inputs
+  int32_t group;   // inputs per scale; 1 for the floating formats
+  int64_t offset;  // from the record's start, a multiple of 64
+};
+
+struct ExpertLayout {
+  ExpertMatrix gate, up, down;
+  int64_t record_bytes;  // a multiple of 4096
+};
+
+class RecordFeed {
+ public:
+  virtual ~RecordFeed() = default;
+
+  // Distinct expert ids in ascending order; an index below is a position in this span.
+  virtual std::span<const int32_t> expert_ids() const = 0;
+  virtual const ExpertLayout& layout() const = 0;
+
+  // Blocks until at least one record that was not handed out yet is ready, and writes the indices of
+  // all such records that fit `out`. Returns their number, 0 once every record was handed out.
+  // Throws Error(ErrorKind::ExpertRead) when a record cannot be had.
+  virtual int32_t next_ready(std::span<int32_t> out) = 0;
+
+  // The record's bytes: valid from next_ready until done.
+  virtual const std::byte* data(int32_t index) const = 0;
+
+  // The record's bytes are no longer needed; the store may reuse their place for the next read.
+  virtual void done(int32_t index) = 0;
+};
+
+}  // namespace headrace

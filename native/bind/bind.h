@@ -1,0 +1,11 @@
+// The parts of headrace._core, one function each.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace headrace {
+
+void bind_ops(nanobind::module_& m);    // bind_ops.cpp: kernels, packed matrices, KV pool, threads
+void bind_store(nanobind::module_& m);  // bind_store.cpp: readers and the expert store
+
+}  // namespace headrace

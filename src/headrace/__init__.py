@@ -1,0 +1,1 @@
+"""headrace runs mixture-of-experts language models that are larger than the machine's memory."""

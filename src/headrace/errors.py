@@ -1,0 +1,51 @@
+"""The errors headrace raises, as one tree.
+
+    EngineError
+    ├── ConfigError            (ValueError)    an option or config field is unknown or out of range
+    ├── CheckpointError        (ValueError)    a file of the checkpoint is missing, damaged or inconsistent
+    ├── UnsupportedModelError  (ValueError)    the checkpoint is sound, but nothing here computes it
+    ├── MemoryBudgetError      (MemoryError)   the memory granted is below the floor
+    ├── ExpertReadError        (OSError)       an expert's bytes could not be read or failed their checksum
+    ├── RequestError           (ValueError)    one request cannot be served; the others go on
+    ├── NumericError           (ArithmeticError)  a NaN or infinity appeared where none may be
+    └── ShapeError             (ValueError)    an array's shape, dtype or layout is not what the op takes
+
+A message says what, where, expected and got, in units, then one hint that can be acted on. The native
+core raises the same classes: `_core` translates its errors by kind.
+"""
+
+
+class EngineError(Exception):
+    """Base of every error that headrace raises on purpose."""
+
+
+class ConfigError(EngineError, ValueError):
+    """An option or a config field is unknown, missing or out of range."""
+
+
+class CheckpointError(EngineError, ValueError):
+    """A file of the checkpoint is missing, damaged or inconsistent."""
+
+
+class UnsupportedModelError(EngineError, ValueError):
+    """The checkpoint is sound, but no model here computes it."""
+
+
+class MemoryBudgetError(EngineError, MemoryError):
+    """The memory granted is below the least that can run."""
+
+
+class ExpertReadError(EngineError, OSError):
+    """An expert's bytes could not be read, or failed their checksum."""
+
+
+class RequestError(EngineError, ValueError):
+    """One request cannot be served; the others go on."""
+
+
+class NumericError(EngineError, ArithmeticError):
+    """A NaN or an infinity appeared where the contract allows none."""
+
+
+class ShapeError(EngineError, ValueError):
+    """An array's shape, dtype or memory layout is not what the operation takes."""
