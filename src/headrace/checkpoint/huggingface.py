@@ -1,0 +1,194 @@
+"""A Hugging Face directory of safetensors, run in place: nothing is converted, values stay exact.
+
+Dense matrices are interleaved while they are loaded; experts stay where they are and are described
+as row-major ranges. Files are only read.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from headrace import _core
+from headrace.arrays import Bytes, Float32
+from headrace.checkpoint.base import (
+    CONFIG_NAME,
+    NUMPY_TYPES,
+    Checkpoint,
+    EmbeddingTable,
+    Matrix,
+    TensorInfo,
+    config_num_experts,
+    first_mtp_layer,
+    is_mtp_name,
+    read_config,
+    read_generation_config,
+    require_dimensions,
+    to_float32,
+)
+from headrace.checkpoint.records import (
+    FLOAT_FORMATS,
+    ExpertNames,
+    ExpertTensors,
+    group_experts,
+    make_in_place_table,
+)
+from headrace.checkpoint.safetensors import Header, TensorEntry, read_directory
+from headrace.checkpoint.values import check_finite, pack_range, read_range
+from headrace.errors import CheckpointError, UnsupportedModelError
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+SAMPLES_PER_FILE = 16
+SAMPLE_BYTES = 4096
+
+
+class HuggingFaceCheckpoint(Checkpoint):
+    """An opened directory with config.json and safetensors shards."""
+
+    kind = "huggingface"
+
+    def __init__(self, path: Path, expert_names: ExpertNames | None) -> None:
+        """Read and check every header.
+
+        Args:
+            path: the directory.
+            expert_names: how the architecture names its experts; None for a dense model.
+
+        Raises:
+            CheckpointError: what `read_directory` raises, or experts that form no full set.
+            UnsupportedModelError: experts in a dtype other than bf16, f16 and f32.
+        """
+        self.path = path
+        self.config = read_config(path)
+        self.generation_config = read_generation_config(path)
+        headers = read_directory(path)
+        self.entries: dict[str, TensorEntry] = {}
+        for header in headers:
+            self.entries.update(header.tensors)
+        self.experts: ExpertTensors = {}
+        dense = self.entries
+        if expert_names is not None:
+            self.experts, dense = group_experts(self.entries, expert_names)
+        first_mtp = first_mtp_layer(self.config)
+        num_experts = config_num_experts(self.config)
+        main = sorted(n for n in self.experts if first_mtp is None or n < first_mtp)
+        mtp = sorted(set(self.experts) - set(main))
+        if expert_names is not None and not main:
+            raise CheckpointError(
+                f"no experts: {path}\nexpected tensors named like {expert_names.pattern}"
+            )
+        self.records = make_in_place_table(self.experts, main, num_experts) if main else None
+        self.mtp_records = make_in_place_table(self.experts, mtp, num_experts) if mtp else None
+        infos = {name: _describe(entry) for name, entry in dense.items()}
+        self.tensors = {n: i for n, i in infos.items() if not is_mtp_name(n, first_mtp)}
+        self.mtp_tensors = {n: i for n, i in infos.items() if is_mtp_name(n, first_mtp)}
+        self.fingerprint = _fingerprint(path, headers)
+
+    def entry(self, name: str) -> TensorEntry:
+        """Return where a dense tensor of a floating dtype lies.
+
+        Raises:
+            CheckpointError: there is none of that name.
+            UnsupportedModelError: its dtype is not bf16, f16 or f32.
+        """
+        self.info(name)
+        entry = self.entries[name]
+        if entry.dtype not in FLOAT_FORMATS:
+            raise UnsupportedModelError(
+                f"tensor has dtype {entry.dtype}: {name}, file {entry.path}\n"
+                "expected BF16, F16 or F32"
+            )
+        return entry
+
+    def load_matrix(self, name: str, format: str | None = None) -> Matrix:
+        """Load and interleave a matrix; see `Checkpoint.load_matrix`."""
+        entry = self.entry(name)
+        require_dimensions(name, entry.shape, 2, self.path)
+        rows, cols = entry.shape
+        source = FLOAT_FORMATS[entry.dtype]
+        target = format or source
+        data = _core.aligned_empty(_core.packed_bytes(target, rows, cols, 1))
+        pack_range(entry.path, entry.offset, (rows, cols), source, target, 1, data, name)
+        return Matrix(data, target, rows, cols, 1)
+
+    def load_vector(self, name: str) -> Float32:
+        """Load a vector; see `Checkpoint.load_vector`."""
+        entry = self.entry(name)
+        require_dimensions(name, entry.shape, 1, self.path)
+        data = np.empty(entry.nbytes, np.uint8)
+        read_range(entry.path, entry.offset, data)
+        check_finite(data, FLOAT_FORMATS[entry.dtype], name, entry.path)
+        return to_float32(data, FLOAT_FORMATS[entry.dtype])
+
+    def embedding(self, name: str, resident: bool) -> EmbeddingTable:
+        """Open the embedding table; see `Checkpoint.embedding`."""
+        entry = self.entry(name)
+        require_dimensions(name, entry.shape, 2, self.path)
+        return open_rows(entry, FLOAT_FORMATS[entry.dtype], resident)
+
+
+def open_rows(entry: TensorEntry, format: str, resident: bool) -> EmbeddingTable:
+    """Open a row-major table of [V, D] values, in memory or by row from the drive."""
+    rows, cols = entry.shape
+    row_bytes = cols * NUMPY_TYPES[format].itemsize
+    if not resident:
+        reader = _core.RowReader(str(entry.path), entry.offset, row_bytes)
+        return EmbeddingTable(reader, rows, cols, format)
+    data: Bytes = _core.aligned_empty(entry.nbytes)
+    read_range(entry.path, entry.offset, data)
+    check_finite(data, format, entry.name, entry.path)
+    return EmbeddingTable(data.reshape(rows, row_bytes), rows, cols, format)
+
+
+def _describe(entry: TensorEntry) -> TensorInfo:
+    format = FLOAT_FORMATS.get(entry.dtype, entry.dtype)
+    nbytes = entry.nbytes
+    if entry.dtype in FLOAT_FORMATS:
+        if len(entry.shape) == 2 and nbytes:
+            nbytes = _core.packed_bytes(format, *entry.shape, 1)
+        elif len(entry.shape) == 1:
+            nbytes = 4 * entry.shape[0]
+    return TensorInfo(format, 1, entry.shape, nbytes)
+
+
+def _fingerprint(path: Path, headers: list[Header]) -> str:
+    """Identify a checkpoint without reading all of it.
+
+    Covers config, tokenizer files, every header and, of each shard, its size and SAMPLES_PER_FILE
+    pages spread over its data. Times and places do not enter, so that a copy is the same model.
+    """
+    digest = hashlib.sha256(b"headrace huggingface 1")
+    for name in (CONFIG_NAME, *TOKENIZER_FILES):
+        file = path / name
+        digest.update(f"\0{name}\0{file.is_file()}\0".encode())
+        if file.is_file():
+            digest.update(file.read_bytes())
+    for header in headers:
+        _update_with_shard(digest, header)
+    return digest.hexdigest()
+
+
+def _update_with_shard(digest: "hashlib._Hash", header: Header) -> None:
+    digest.update(f"\0{header.path.name}\0{header.file_bytes}\0".encode())
+    data_bytes = header.file_bytes - header.data_start
+    with header.path.open("rb") as file:
+        digest.update(file.read(header.data_start))
+        for i in range(SAMPLES_PER_FILE):
+            file.seek(header.data_start + max(0, data_bytes - SAMPLE_BYTES) * i // SAMPLES_PER_FILE)
+            digest.update(file.read(SAMPLE_BYTES))
+
+
+def tokenizer_files(path: Path) -> Mapping[str, Path]:
+    """Return the tokenizer and template files that a checkpoint directory has, by name."""
+    return {name: path / name for name in TOKENIZER_FILES if (path / name).is_file()}

@@ -1,0 +1,129 @@
+"""Reading ranges of checkpoint files and packing their values.
+
+The one place of this package that moves tensor bytes: positioned reads through the native readers,
+the search for NaN and infinity, quantising and packing. Works in pieces, so that its memory is
+bounded by CHUNK_BYTES and not by a tensor.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from headrace import _core
+from headrace.arrays import Bytes
+from headrace.checkpoint.base import CHUNK_BYTES, NUMPY_TYPES
+from headrace.errors import CheckpointError
+
+BLOCK_ROWS = 16
+"""Outputs that a packed block interleaves: pieces of a matrix are cut at multiples of it."""
+
+
+def read_range(path: Path, offset: int, out: Bytes) -> None:
+    """Fill `out` with the bytes of `path` from `offset`.
+
+    Raises:
+        CheckpointError: the file is missing or ends too early.
+    """
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            view, done = memoryview(out.data), 0
+            while done < len(view):
+                num = file.readinto(view[done:])
+                if not num:
+                    raise CheckpointError(
+                        f"file is short: {path}\n"
+                        f"expected {len(view)} bytes at offset {offset}, got {done}\n"
+                        "hint: the file is truncated; run `headrace inspect --verify` on the model"
+                    )
+                done += num
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+
+
+def check_finite(values: Bytes, format: str, name: str, path: Path, first: int = 0) -> None:
+    """Raise CheckpointError if a NaN or infinity is among little-endian floating values.
+
+    Args:
+        values: uint8, the values' bytes.
+        format: "bf16", "f16" or "f32".
+        name: the tensor, for the message.
+        path: its file, for the message.
+        first: index of the first value within the tensor.
+    """
+    bits = values.reshape(-1).view("<u4" if format == "f32" else "<u2")
+    exponent = {"bf16": 0x7F80, "f16": 0x7C00, "f32": 0x7F800000}[format]
+    # All exponent bits set means NaN or infinity; the largest magnitude tells whether there is one.
+    magnitude = bits & bits.dtype.type(~(1 << (8 * bits.itemsize - 1)) % (1 << 8 * bits.itemsize))
+    if len(magnitude) == 0 or int(magnitude.max()) < exponent:
+        return
+    at = int(np.argmax(magnitude >= exponent))
+    kind = "infinity" if int(magnitude[at]) == exponent else "NaN"
+    raise CheckpointError(
+        f"weight is {kind}: tensor {name}, index {first + at}, file {path}\n"
+        "expected finite values only\n"
+        "hint: the checkpoint is damaged, or was saved from a run that diverged"
+    )
+
+
+def row_pieces(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """Cut a matrix into (first row, number of rows) of about CHUNK_BYTES, whole blocks each."""
+    step = max(BLOCK_ROWS, CHUNK_BYTES // max(row_bytes, 1) // BLOCK_ROWS * BLOCK_ROWS)
+    for first in range(0, rows, step):
+        yield first, min(step, rows - first)
+
+
+def pack_range(
+    path: Path,
+    offset: int,
+    shape: tuple[int, int],
+    source: str,
+    format: str,
+    group: int,
+    out: Bytes,
+    name: str,
+) -> None:
+    """Read a row-major matrix and pack it, piece by piece.
+
+    Args:
+        path: file of the values.
+        offset: of the first value.
+        shape: [N, K].
+        source: format of the values: "bf16", "f16" or "f32".
+        format: packed format to make; "f32" from any source is exact.
+        group: inputs per scale; 1 for the floating formats.
+        out: uint8, receives the packed bytes; exactly `_core.packed_bytes` long.
+        name: the tensor, for messages.
+
+    Raises:
+        CheckpointError: the range cannot be read, or holds a NaN or infinity.
+    """
+    rows, cols = shape
+    row_bytes = cols * NUMPY_TYPES[source].itemsize
+    at, buffer = 0, np.empty(0, np.uint8)
+    for first, count in row_pieces(rows, row_bytes):
+        if len(buffer) < count * row_bytes:
+            buffer = np.empty(count * row_bytes, np.uint8)
+        piece = buffer[: count * row_bytes]
+        read_range(path, offset + first * row_bytes, piece)
+        check_finite(piece, source, name, path, first * cols)
+        packed = pack_values(piece, (count, cols), source, format, group)
+        out[at : at + len(packed)] = packed
+        at += len(packed)
+    if at != len(out):
+        raise AssertionError(f"packed {at} bytes of {name}, expected {len(out)}")
+
+
+def pack_values(
+    values: Bytes, shape: tuple[int, int], source: str, format: str, group: int
+) -> Bytes:
+    """Pack finite row-major values that are in memory.
+
+    A floating target narrower than the source rounds to nearest even.
+
+    Returns:
+        uint8, the packed bytes.
+    """
+    packed: Bytes = _core.pack(values.view(NUMPY_TYPES[source]).reshape(shape), format, group)
+    return packed
