@@ -1,0 +1,288 @@
+"""What a caller may choose, as frozen dataclasses, each default written once.
+
+Owns option names, defaults and their checks. It resolves nothing: "auto" becomes a number in
+`plan.py`, and what a request leaves open (`None`) is filled from the model's generation_config.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from headrace.errors import ConfigError
+
+Auto: TypeAlias = Literal["auto"]
+
+KV_DTYPES = ("f16", "bf16", "f32")
+HISTORY_MODES = ("write", "read", "off")
+EMBEDDING_PLACES = ("auto", "resident", "drive")
+ISAS = ("auto", "scalar", "avx2", "avx512")
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {
+    prefix + suffix: factor
+    for power, letter in enumerate("KMGT", start=1)
+    for prefix, suffix, factor in (
+        (letter, "", 1024**power),
+        (letter, "IB", 1024**power),
+        (letter, "B", 1000**power),
+    )
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read a byte size: `1536MiB`, `2GiB`, `8G` (2^30), `8GB` (10^9) or a plain number of bytes.
+
+    Raises:
+        ConfigError: the text is no size, or not above zero.
+    """
+    if isinstance(text, int):
+        value = text
+    else:
+        match = _SIZE.fullmatch(text)
+        if match is None or match[2].upper() not in _UNITS:
+            raise ConfigError(
+                f"not a byte size: `{text}`\n"
+                "expected a number with an optional unit such as 1536MiB, 2GiB, 8G or 8GB"
+            )
+        value = int(float(match[1]) * _UNITS[match[2].upper()])
+    if value <= 0:
+        raise ConfigError(f"a byte size must be above zero, got `{text}`")
+    return value
+
+
+def parse_memory(text: str | int) -> int | Auto:
+    """Read a memory ceiling: `auto`, or what `parse_bytes` takes."""
+    return "auto" if text == "auto" else parse_bytes(text)
+
+
+def _require(condition: bool, name: str, expected: str, got: object) -> None:
+    if not condition:
+        raise ConfigError(f"option `{name}` is out of range\nexpected {expected}, got {got!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+@dataclass(frozen=True)
+class ExpertConfig:
+    """How experts are read and remembered; never changes a token."""
+
+    readers: int = field(default=4, metadata={"help": "threads that read from the drive"})
+    block_bytes: int = field(default=1 << 20, metadata={"help": "largest single read"})
+    direct: bool = field(default=True, metadata={"help": "read past the page cache (O_DIRECT)"})
+    read_ahead: int = field(default=16, metadata={"help": "records of a lease read ahead of use"})
+    half_life_tokens: int = field(
+        default=4096, metadata={"help": "tokens after which a routed count weighs half"}
+    )
+    verify: bool = field(
+        default=True, metadata={"help": "check each record's checksum after a read"}
+    )
+    history: str = field(
+        default="write",
+        metadata={"help": "routed counts of earlier runs: read and write, only read, or off"},
+    )
+    history_path: Path | None = field(
+        default=None,
+        metadata={"help": "the history file; default beside the model or in the cache"},
+    )
+
+    def __post_init__(self) -> None:
+        _require(
+            _is_count(self.readers, 1) and self.readers <= 256, "readers", "1..256", self.readers
+        )
+        _require(
+            _is_count(self.block_bytes, 4096) and self.block_bytes % 4096 == 0,
+            "block_bytes", "a multiple of 4096", self.block_bytes,
+        )  # fmt: skip
+        _require(_is_count(self.read_ahead, 1), "read_ahead", "1 or more", self.read_ahead)
+        _require(
+            _is_count(self.half_life_tokens, 1), "half_life_tokens", "1 or more",
+            self.half_life_tokens,
+        )  # fmt: skip
+        _require(self.history in HISTORY_MODES, "history", " | ".join(HISTORY_MODES), self.history)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How a model is held in memory and run; never changes a token."""
+
+    memory: int | Auto = field(
+        default="auto", metadata={"help": "ceiling for the whole process, such as 1536MiB or 2GiB"}
+    )
+    context: int | Auto = field(
+        default="auto", metadata={"help": "most tokens of prompt and answer together"}
+    )
+    sequences: int = field(default=1, metadata={"help": "sequences computed in one step"})
+    chunk: int | Auto = field(
+        default="auto", metadata={"help": "most prompt tokens computed in one step"}
+    )
+    kv: str = field(default="f16", metadata={"help": "format of keys and values: f16, bf16 or f32"})
+    embedding: str = field(
+        default="auto",
+        metadata={"help": "embedding table: resident, or read by row from the drive"},
+    )
+    threads: int | Auto = field(default="auto", metadata={"help": "computing threads"})
+    isa: str = field(default="auto", metadata={"help": "instruction set of the kernels"})
+    experts: ExpertConfig = field(default_factory=ExpertConfig)
+
+    def __post_init__(self) -> None:
+        _require(
+            self.memory == "auto" or _is_count(self.memory, 1),
+            "memory",
+            "auto or bytes",
+            self.memory,
+        )
+        _require(
+            self.context == "auto" or _is_count(self.context, 2), "context", "auto or 2 and more",
+            self.context,
+        )  # fmt: skip
+        _require(_is_count(self.sequences, 1), "sequences", "1 or more", self.sequences)
+        _require(
+            self.chunk == "auto" or _is_count(self.chunk, 1),
+            "chunk",
+            "auto or 1 and more",
+            self.chunk,
+        )
+        _require(self.kv in KV_DTYPES, "kv", " | ".join(KV_DTYPES), self.kv)
+        _require(
+            self.embedding in EMBEDDING_PLACES, "embedding", " | ".join(EMBEDDING_PLACES),
+            self.embedding,
+        )  # fmt: skip
+        _require(
+            self.threads == "auto" or _is_count(self.threads, 1), "threads", "auto or 1 and more",
+            self.threads,
+        )  # fmt: skip
+        _require(self.isa in ISAS, "isa", " | ".join(ISAS), self.isa)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one answer is chosen. `None` means: as the model's generation_config says, else as below.
+
+    Logprobs are those of the model itself, before penalties and temperature.
+    """
+
+    max_tokens: int = field(default=256, metadata={"help": "most tokens to generate"})
+    temperature: float | None = field(
+        default=None, metadata={"help": "0 takes the likeliest token; higher is more varied"}
+    )
+    top_p: float | None = field(
+        default=None, metadata={"help": "keep the likeliest tokens up to this probability"}
+    )
+    top_k: int | None = field(
+        default=None, metadata={"help": "keep this many likeliest tokens; 0 keeps all"}
+    )
+    min_p: float | None = field(
+        default=None, metadata={"help": "drop tokens below this share of the likeliest one"}
+    )
+    repetition_penalty: float | None = field(
+        default=None, metadata={"help": "divide scores of tokens already in prompt or answer"}
+    )
+    presence_penalty: float = field(
+        default=0.0, metadata={"help": "subtract from scores of tokens already in the answer"}
+    )
+    frequency_penalty: float = field(
+        default=0.0, metadata={"help": "the same, once per occurrence"}
+    )
+    seed: int | None = field(
+        default=None, metadata={"help": "same seed, same answer; drawn at random if not given"}
+    )
+    stop: tuple[str, ...] = field(
+        default=(), metadata={"help": "end before this text appears; may be given several times"}
+    )
+    stop_ids: tuple[int, ...] = field(default=(), metadata={"help": "end at these token ids"})
+    ignore_eos: bool = field(default=False, metadata={"help": "go on past the model's end tokens"})
+    logprobs: int | None = field(
+        default=None, metadata={"help": "report logprobs with this many alternatives (0..20)"}
+    )
+
+    def __post_init__(self) -> None:
+        _require(_is_count(self.max_tokens, 1), "max_tokens", "1 or more", self.max_tokens)
+        self._check_range("temperature", 0.0, 100.0)
+        self._check_range("top_p", 0.0, 1.0, open_low=True)
+        self._check_range("min_p", 0.0, 1.0)
+        self._check_range("repetition_penalty", 0.0, 100.0, open_low=True)
+        self._check_range("presence_penalty", -100.0, 100.0)
+        self._check_range("frequency_penalty", -100.0, 100.0)
+        _require(self.top_k is None or _is_count(self.top_k, 0), "top_k", "0 or more", self.top_k)
+        _require(
+            self.seed is None or (_is_count(self.seed, 0) and self.seed < 1 << 63),
+            "seed", "0..2^63-1", self.seed,
+        )  # fmt: skip
+        _require(
+            isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop),
+            "stop", "a tuple of texts, none empty", self.stop,
+        )  # fmt: skip
+        _require(
+            isinstance(self.stop_ids, tuple) and all(_is_count(i, 0) for i in self.stop_ids),
+            "stop_ids", "a tuple of token ids", self.stop_ids,
+        )  # fmt: skip
+        _require(
+            self.logprobs is None or (_is_count(self.logprobs, 0) and self.logprobs <= 20),
+            "logprobs", "0..20", self.logprobs,
+        )  # fmt: skip
+
+    def _check_range(self, name: str, low: float, high: float, open_low: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        inside = _is_number(value) and low <= value <= high and not (open_low and value == low)
+        expected = f"a number {'above' if open_low else 'from'} {low:g} to {high:g}"
+        _require(inside, name, expected, value)
+
+
+# What holds when neither the caller nor the model says anything.
+SAMPLING_DEFAULTS: Mapping[str, float | int] = {
+    "temperature": 0.8,
+    "top_p": 0.95,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+
+
+def resolve_sampling(
+    params: SamplingParams, generation_config: Mapping[str, Any]
+) -> SamplingParams:
+    """Fill what `params` leaves open: from the model's generation_config, else from the defaults.
+
+    A generation_config that gives any sampling value speaks for all of them: what it leaves out is
+    neutral (temperature 1, no top-p), as its authors tested it. `do_sample: false` means greedy.
+
+    Raises:
+        ConfigError: the generation_config holds a value out of range.
+    """
+    given = {
+        name: generation_config[name]
+        for name in SAMPLING_DEFAULTS
+        if generation_config.get(name) is not None
+    }
+    speaks = "do_sample" in generation_config or bool(given)
+    neutral = {"temperature": 1.0, "top_p": 1.0} if speaks else {}
+    if generation_config.get("do_sample") is False:
+        given["temperature"] = 0.0
+    values = {**SAMPLING_DEFAULTS, **neutral, **given}
+    try:
+        return replace(
+            params,
+            **{name: value for name, value in values.items() if getattr(params, name) is None},
+        )
+    except ConfigError as error:
+        raise ConfigError(f"generation_config.json: {error}") from None
+
+
+def help_of(config: type, name: str) -> str:
+    """Return the help text of a config field, for a command line made from it."""
+    for item in fields(config):
+        if item.name == name:
+            return str(item.metadata["help"])
+    raise KeyError(name)

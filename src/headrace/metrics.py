@@ -1,0 +1,186 @@
+"""What is measured: the receipt of an answer, and memory as the system reports it.
+
+Owns no counters: the parts count, this module only names and freezes what they counted.
+"""
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What one answer cost. Seconds, bytes and counts; expert counters are those of its steps.
+
+    A step computes all running sequences together and reads each expert once for all of them: its
+    counters go whole to each of these sequences, and `shared_steps` says how many steps were so.
+    The first token comes from the prefill, so `decode_tokens` is `completion_tokens` - 1.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt, found in pages of earlier requests
+    completion_tokens: int
+    prefill_s: float
+    prefill_tokens_per_s: float
+    decode_tokens: int
+    decode_s: float
+    decode_tokens_per_s: float
+    expert_requests: int
+    expert_hits: int
+    expert_misses: int
+    expert_hit_rate: float
+    bytes_read: int
+    prefill_bytes_read: int
+    decode_bytes_read: int
+    bytes_read_per_token: float  # decode_bytes_read per decoded token
+    drive_busy_s: float  # time with at least one read in flight
+    drive_bytes_per_s: float  # bytes_read / drive_busy_s
+    stall_s: float  # time computing waited for bytes
+    steps: int
+    shared_steps: int
+    peak_memory_bytes: int  # of the whole process, as the system reports it
+    memory_ceiling_bytes: int
+    read_mode: str  # direct | buffered | resident
+    seed: int
+    isa: str
+    threads: int
+    lossy: dict[str, Any] | None = None  # null: nothing lossy was on
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the receipt as plain values for JSON."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Write the receipt for people, in three calm lines."""
+        cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
+        speed = (
+            f"decode {self.decode_tokens} tok {self.decode_s:.2f} s, "
+            f"{self.decode_tokens_per_s:.1f} tok/s"
+        )
+        lines = [
+            f"prefill {self.prompt_tokens} tok{cached} {self.prefill_s:.2f} s, "
+            f"{self.prefill_tokens_per_s:.1f} tok/s · {speed}"
+        ]
+        if self.expert_requests:
+            lines.append(
+                f"experts {self.expert_requests} asked, {100 * self.expert_hit_rate:.1f} % hit · "
+                f"read {format_bytes(self.bytes_read)} ({self.read_mode}), "
+                f"{format_bytes(self.bytes_read_per_token)}/token, "
+                f"{self.drive_bytes_per_s / 1e9:.2f} GB/s · stall {self.stall_s:.2f} s"
+            )
+        lines.append(
+            f"memory peak {format_bytes(self.peak_memory_bytes)} "
+            f"of {format_bytes(self.memory_ceiling_bytes)} granted"
+            + (f" · lossy: {self.lossy}" if self.lossy else "")
+        )
+        return lines
+
+
+def format_bytes(count: float) -> str:
+    """Write a byte count for people, three digits: `2.5 GiB`, `512 MiB`, `96 KiB`."""
+    value, unit = float(count), "B"
+    for bigger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 999.5:
+            break
+        value, unit = value / 1024, bigger
+    return f"{value:.3g} {unit}"
+
+
+def peak_memory_bytes() -> int:
+    """Return the most resident memory this process ever had: VmHWM, elsewhere ru_maxrss."""
+    peak = _status_bytes("VmHWM")
+    if peak is not None:
+        return peak
+    if sys.platform == "win32":
+        return 0
+    import resource  # POSIX only
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def resident_bytes() -> int | None:
+    """Return the memory this process holds now (VmRSS), or None where the system does not say."""
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(key: str) -> int | None:
+    try:
+        text = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    for line in text.splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def available_memory_bytes(root: Path = Path("/")) -> int | None:
+    """Return what this process may still take: the least of MemAvailable and each cgroup's rest.
+
+    Every cgroup from this process's own up to the root counts, v1 and v2; page cache that the
+    kernel would drop first (inactive_file) does not count as used.
+
+    Args:
+        root: where `proc` and `sys` are found; tests pass a directory of fake files.
+
+    Returns:
+        Bytes, or None where neither source exists.
+    """
+    rests = list(_cgroup_rests(root))
+    meminfo = _read_text(root / "proc/meminfo")
+    for line in (meminfo or "").splitlines():
+        if line.startswith("MemAvailable:"):
+            rests.append(int(line.split()[1]) * 1024)
+    return max(0, min(rests)) if rests else None
+
+
+def _cgroup_rests(root: Path) -> list[int]:
+    text = _read_text(root / "proc/self/cgroup")
+    rests = []
+    for line in (text or "").splitlines():
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0" and not controllers:
+            names = ("memory.max", "memory.current", "inactive_file")
+            mounts = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"]
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            mounts = [root / "sys/fs/cgroup/memory"]
+        else:
+            continue
+        for mount in mounts:
+            rests += _walk_up(mount, path, names)
+    return rests
+
+
+def _walk_up(mount: Path, path: str, names: tuple[str, str, str]) -> list[int]:
+    """Collect limit - usage of each group from `path` up to the mount.
+
+    Inside a container the path may be the host's and not exist here: what exists still counts.
+    """
+    parts = [part for part in path.split("/") if part and part != ".."]
+    rests = []
+    for depth in range(len(parts), -1, -1):
+        group = mount.joinpath(*parts[:depth])
+        limit, usage = _read_text(group / names[0]), _read_text(group / names[1])
+        if limit is None or usage is None or limit.strip() == "max":
+            continue
+        if int(limit) >= _UNLIMITED:
+            continue
+        droppable = 0
+        for line in (_read_text(group / "memory.stat") or "").splitlines():
+            key, _, value = line.partition(" ")
+            if key == names[2]:
+                droppable = int(value)
+        rests.append(int(limit) - max(0, int(usage) - droppable))
+    return rests
+
+
+def _read_text(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None

@@ -1,0 +1,128 @@
+import dataclasses
+from typing import Any
+
+import pytest
+
+from headrace.config import (
+    EngineConfig,
+    ExpertConfig,
+    SamplingParams,
+    help_of,
+    parse_bytes,
+    parse_memory,
+    resolve_sampling,
+)
+from headrace.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1536MiB", 1536 << 20),
+        ("2GiB", 2 << 30),
+        ("8G", 8 << 30),
+        ("8GB", 8 * 10**9),
+        ("1.5 gib", 3 << 29),
+        ("64k", 64 << 10),
+        ("123", 123),
+        (4096, 4096),
+    ],
+)
+def test_byte_sizes(text: str, expected: Any) -> None:
+    assert parse_bytes(text) == expected
+    assert parse_memory(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "2 apples", "0", "0GiB", "1e9", "nan", "2GiBB"])
+def test_what_is_no_byte_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_bytes(text)
+
+
+def test_memory_may_be_auto() -> None:
+    assert parse_memory("auto") == "auto"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": True},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": "hot"},
+        {"top_p": 0.0},
+        {"top_p": 1.01},
+        {"top_k": -1},
+        {"min_p": 2.0},
+        {"repetition_penalty": 0.0},
+        {"seed": -1},
+        {"seed": 1 << 63},
+        {"stop": ("",)},
+        {"stop": "text"},
+        {"stop_ids": (-1,)},
+        {"logprobs": 21},
+    ],
+)
+def test_sampling_out_of_range_is_named(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        SamplingParams(**options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (EngineConfig, {"memory": 0}),
+        (EngineConfig, {"memory": "2GiB"}),
+        (EngineConfig, {"context": 1}),
+        (EngineConfig, {"sequences": 0}),
+        (EngineConfig, {"chunk": 0}),
+        (EngineConfig, {"kv": "q8"}),
+        (EngineConfig, {"embedding": "gpu"}),
+        (EngineConfig, {"threads": 0}),
+        (EngineConfig, {"isa": "sse2"}),
+        (ExpertConfig, {"readers": 0}),
+        (ExpertConfig, {"block_bytes": 1000}),
+        (ExpertConfig, {"history": "maybe"}),
+    ],
+)
+def test_engine_options_out_of_range_are_named(kind: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        kind(**options)
+
+
+def test_unknown_option_is_an_error() -> None:
+    with pytest.raises(TypeError):
+        SamplingParams(temprature=1.0)
+
+
+def test_nothing_writes_back() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().max_tokens = 3
+
+
+def test_the_users_word_goes_before_the_models_and_that_before_the_defaults() -> None:
+    model = {"do_sample": True, "temperature": 0.6, "top_k": 20, "max_length": 9}
+    params = resolve_sampling(SamplingParams(temperature=0.1), model)
+    assert (params.temperature, params.top_k) == (0.1, 20)
+    assert (params.top_p, params.min_p) == (1.0, 0.0)  # the model speaks: the rest is neutral
+    silent = resolve_sampling(SamplingParams(), {})
+    assert (silent.temperature, silent.top_p, silent.repetition_penalty) == (0.8, 0.95, 1.0)
+
+
+def test_greedy_model_stays_greedy_unless_asked() -> None:
+    greedy = {"do_sample": False, "temperature": 0.7}
+    assert resolve_sampling(SamplingParams(), greedy).temperature == 0.0
+    assert resolve_sampling(SamplingParams(temperature=1.0), greedy).temperature == 1.0
+
+
+def test_damaged_generation_config_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"generation_config.json: .*top_p"):
+        resolve_sampling(SamplingParams(), {"top_p": "high"})
+
+
+@pytest.mark.parametrize("config", [SamplingParams, EngineConfig, ExpertConfig])
+def test_every_option_has_help(config: Any) -> None:
+    for field in dataclasses.fields(config):
+        if field.name != "experts":
+            assert help_of(config, field.name)
