@@ -1,0 +1,632 @@
+#include "store/expert_store.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "base/error.h"
+#include "store/load.h"
+
+namespace headrace::store {
+namespace {
+
+constexpr int32_t kMinSlots = 2;
+
+int64_t elapsed_ns(std::chrono::steady_clock::time_point since) {
+  const auto duration = std::chrono::steady_clock::now() - since;
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count();
+}
+
+void check_options(const Options& options) {
+  const auto require = [](bool is_good, const char* what, int64_t got) {
+    if (!is_good) throw Error(ErrorKind::Config, std::string(what) + ", got " + std::to_string(got));
+  };
+  require(options.num_slots >= kMinSlots, "num_slots must be at least 2", options.num_slots);
+  require(options.num_readers >= 1 && options.num_readers <= 256, "num_readers must be 1 to 256",
+          options.num_readers);
+  require(options.block_bytes >= io::kAlignment, "block_bytes must be at least 4096",
+          options.block_bytes);
+  require(options.read_ahead >= 1, "read_ahead must be at least 1", options.read_ahead);
+  require(options.half_life_tokens > 0, "half_life_tokens must be positive",
+          static_cast<int64_t>(options.half_life_tokens));
+}
+
+}  // namespace
+
+// Opening and closing
+
+std::shared_ptr<ExpertStore> ExpertStore::open(RecordTable table, const Options& options) {
+  check_options(options);
+  check_table(table);
+  return std::shared_ptr<ExpertStore>(new ExpertStore(std::move(table), options));
+}
+
+ExpertStore::ExpertStore(RecordTable table, const Options& options)
+    : table_(std::move(table)),
+      options_(options),
+      memory_(table_.layout.record_bytes * options.num_slots),
+      slots_(at(options.num_slots)),
+      policy_(static_cast<int32_t>(table_.layers.size()) * table_.num_experts,
+              options.half_life_tokens),
+      scratch_(at(table_.num_experts), 0) {
+  for (const std::string& path : table_.files) {
+    files_.push_back(std::make_unique<io::File>(path, options.direct, ErrorKind::Checkpoint));
+  }
+  const size_t num_records = table_.layers.size() * at(table_.num_experts);
+  slot_of_.assign(num_records, -1);
+  routed_counts_.assign(num_records, 0);
+  was_read_.assign(num_records, false);
+  for (int32_t slot = options.num_slots; slot-- > 0;) free_.push_back(slot);
+  for (size_t row = 0; row < table_.layers.size(); ++row) {
+    const size_t layer = at(table_.layers[row]);
+    if (row_of_layer_.size() <= layer) row_of_layer_.resize(layer + 1, -1);
+    row_of_layer_[layer] = static_cast<int32_t>(row);
+  }
+  readers_ = std::make_unique<io::ReadPool>(options.num_readers);
+}
+
+ExpertStore::~ExpertStore() { close(); }
+
+void ExpertStore::close() {
+  const std::scoped_lock closing(close_mutex_);  // a second caller returns when all is closed, too
+  {
+    const std::scoped_lock lock(mutex_);
+    is_closed_ = true;
+    prefetch_.clear();
+    warm_.clear();
+  }
+  readers_->stop();
+  const std::scoped_lock lock(mutex_);
+  changed_.notify_all();
+  free_memory_if_unused_locked();
+}
+
+void ExpertStore::free_memory_if_unused_locked() {
+  if (is_closed_ && leases_.empty()) memory_ = io::PageBuffer();
+}
+
+// Where things are
+
+int32_t ExpertStore::layer_row(int32_t layer) const {
+  const int32_t row =
+      layer >= 0 && at(layer) < row_of_layer_.size() ? row_of_layer_[at(layer)] : -1;
+  if (row < 0) {
+    throw Error(ErrorKind::Shape, "layer " + std::to_string(layer) + " has no expert records");
+  }
+  return row;
+}
+
+int32_t ExpertStore::record_of(int32_t row, int32_t expert) const {
+  if (expert < 0 || expert >= table_.num_experts) {
+    throw Error(ErrorKind::Shape, "expert id out of range: " + std::to_string(expert) +
+                                      "\nexpected 0 to " + std::to_string(table_.num_experts - 1));
+  }
+  return row * table_.num_experts + expert;
+}
+
+std::byte* ExpertStore::slot_data(int32_t slot) const {
+  return memory_.data() + slot * table_.layout.record_bytes;
+}
+
+std::span<const RecordPart> ExpertStore::parts(int32_t record) const {
+  const size_t count = at(table_.parts_per_record);
+  return std::span(table_.parts).subspan(at(record) * count, count);
+}
+
+// Leases
+
+std::unique_ptr<Lease> ExpertStore::acquire(int32_t layer, std::span<const int32_t> ids,
+                                            int32_t num_tokens) {
+  const int32_t row = layer_row(layer);
+  for (const int32_t id : ids) record_of(row, id);  // checks the range before anything is counted
+  std::unique_ptr<Lease> lease(new Lease(shared_from_this()));
+  lease->is_released_ = true;  // until it is registered: an exception below must not release it
+
+  const std::scoped_lock lock(mutex_);
+  if (is_closed_) throw Error(ErrorKind::ExpertRead, "the expert store is closed");
+  std::fill(scratch_.begin(), scratch_.end(), 0);
+  for (const int32_t id : ids) ++scratch_[at(id)];
+  for (int32_t expert = 0; expert < table_.num_experts; ++expert) {
+    if (scratch_[at(expert)] == 0) continue;
+    lease->ids_.push_back(expert);
+    lease->num_tokens_.push_back(scratch_[at(expert)]);
+    lease->items_.push_back({.record = record_of(row, expert)});
+  }
+  leases_.push_back(lease.get());
+  lease->is_released_ = false;
+  stats_.requests += static_cast<int64_t>(lease->items_.size());
+  for (Lease::Item& item : lease->items_) {
+    if (hold_locked(item)) continue;
+    item.is_miss = true;
+    ++stats_.misses;
+  }
+  route_locked(row, scratch_, num_tokens);
+  if (!prefetch_.empty()) {
+    const int32_t first = row * table_.num_experts;
+    std::erase_if(prefetch_, [&](int32_t record) {
+      return record >= first && record < first + table_.num_experts;
+    });
+  }
+  issue_locked(*lease);
+  return lease;
+}
+
+// A step runs the layers in ascending order, so a row that does not ascend begins the next step.
+void ExpertStore::route_locked(int32_t row, std::span<const int32_t> num_tokens,
+                               int32_t step_tokens) {
+  if (row <= last_row_) {
+    policy_.advance(step_tokens_);
+    num_routed_tokens_ += step_tokens_;
+    step_tokens_ = 0;
+  }
+  last_row_ = row;
+  step_tokens_ = std::max(step_tokens_, step_tokens);
+  for (int32_t expert = 0; expert < table_.num_experts; ++expert) {
+    const int32_t tokens = num_tokens[at(expert)];
+    if (tokens == 0) continue;
+    const int32_t record = row * table_.num_experts + expert;
+    policy_.route(record, tokens);
+    routed_counts_[at(record)] += tokens;
+  }
+}
+
+// Pins the item's record if it has a slot, ready or on its way, and counts the hit.
+bool ExpertStore::hold_locked(Lease::Item& item) {
+  const int32_t slot = slot_of_[at(item.record)];
+  if (slot < 0) return false;
+  Slot& held = slots_[at(slot)];
+  pin_locked(slot);
+  item.slot = slot;
+  item.state = Lease::State::Held;
+  item.is_miss = false;
+  ++stats_.hits;
+  if (held.is_advised) ++stats_.prefetch_hits;
+  held.is_advised = false;
+  if (held.state == SlotState::Loading) {
+    ++stats_.joined;
+    readers_->raise(held.load);
+  }
+  return true;
+}
+
+// Orders as many of the lease's misses as read_ahead and the slots allow, in id order. True if a record
+// became ready on the spot. With nothing of the lease's in flight one more may always go, or a caller
+// that keeps many records at once would wait for ever.
+//
+// A miss pushes out a hotter record only while fewer than num_readers are ahead: that keeps the drive
+// busy. Further ones take the places of their predecessors, so a long prefill flows through a few slots
+// and leaves the rest of the cache alone.
+bool ExpertStore::issue_locked(Lease& lease) {
+  if (is_closed_) return false;
+  bool has_ready = false;
+  bool is_idle = !has_read_in_flight_locked(lease);
+  const int32_t num_items = static_cast<int32_t>(lease.items_.size());
+  for (int32_t i = lease.first_waiting_; i < num_items; ++i) {
+    Lease::Item& item = lease.items_[at(i)];
+    if (item.state != Lease::State::Waiting) {
+      if (i == lease.first_waiting_) ++lease.first_waiting_;
+      continue;
+    }
+    if (lease.num_ahead_ >= options_.read_ahead && !is_idle) break;
+    if (hold_locked(item)) {  // another lease or a prefetch ordered it meanwhile
+      --stats_.misses;
+    } else {
+      const bool may_evict_hotter = is_idle || lease.num_ahead_ < options_.num_readers;
+      const int32_t slot = take_slot_locked(may_evict_hotter ? -1 : item.record);
+      if (slot < 0) break;
+      item.is_miss = true;
+      item.slot = slot;
+      item.state = Lease::State::Held;
+      ++lease.num_ahead_;
+      is_idle = false;
+      start_load_locked(item.record, slot, io::Priority::Demand);
+      pin_locked(slot);
+    }
+    has_ready |= slots_[at(item.slot)].state == SlotState::Ready;
+    if (i == lease.first_waiting_) ++lease.first_waiting_;
+  }
+  return has_ready;
+}
+
+int32_t ExpertStore::next_ready(Lease& lease, std::span<int32_t> out) {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    if (lease.is_released_) throw Error(ErrorKind::ExpertRead, "the lease was released");
+    size_t num_ready = 0;
+    bool is_complete = true;
+    for (size_t i = 0; i < lease.items_.size() && num_ready < out.size(); ++i) {
+      Lease::Item& item = lease.items_[i];
+      if (item.state == Lease::State::Waiting) is_complete = false;
+      if (item.state != Lease::State::Held) continue;
+      is_complete = false;
+      const Slot& slot = slots_[at(item.slot)];
+      if (slot.state == SlotState::Failed) throw Error(ErrorKind::ExpertRead, slot.error);
+      if (slot.state != SlotState::Ready) continue;
+      item.state = Lease::State::Out;
+      out[num_ready++] = static_cast<int32_t>(i);
+    }
+    if (num_ready > 0 || is_complete || out.empty()) return static_cast<int32_t>(num_ready);
+    if (is_closed_) throw Error(ErrorKind::ExpertRead, "the expert store is closed");
+    if (issue_locked(lease)) continue;
+    if (!has_read_in_flight_locked(lease) && steal_locked(lease)) continue;
+    // No spinning first: a read takes a millisecond or more, a wake-up some 50 us, and the drive goes
+    // on with the next record meanwhile.
+    const auto since = std::chrono::steady_clock::now();
+    lease.is_waiting_ = true;
+    changed_.wait(lock);
+    lease.is_waiting_ = false;
+    stats_.stall_ns += elapsed_ns(since);
+  }
+}
+
+bool ExpertStore::has_read_in_flight_locked(const Lease& lease) const {
+  return std::any_of(lease.items_.begin(), lease.items_.end(), [&](const Lease::Item& item) {
+    return item.state == Lease::State::Held && slots_[at(item.slot)].state == SlotState::Loading;
+  });
+}
+
+// Every slot is pinned and the thief has nothing coming: take a record that another lease holds but was
+// not handed out yet, or both would wait for each other if one thread serves both. A lease whose thread
+// waits in next_ready is spared: it is about to take what it holds.
+bool ExpertStore::steal_locked(const Lease& thief) {
+  for (Lease* lease : leases_) {
+    if (lease == &thief || lease->is_waiting_) continue;
+    for (Lease::Item& item : lease->items_) {
+      if (item.state != Lease::State::Held) continue;
+      const Slot& slot = slots_[at(item.slot)];
+      if (slot.state != SlotState::Ready || slot.pins != 1) continue;
+      const int32_t stolen = std::exchange(item.slot, -1);
+      item.state = Lease::State::Waiting;
+      lease->first_waiting_ = 0;
+      if (item.is_miss) --lease->num_ahead_;
+      if (!item.is_miss) --stats_.hits;
+      if (!item.is_miss) ++stats_.misses;  // it will be, unless it is back by then
+      item.is_miss = true;
+      ++stats_.stolen;
+      unpin_locked(stolen);
+      return true;
+    }
+  }
+  return false;
+}
+
+void ExpertStore::done(Lease& lease, int32_t index) {
+  const std::scoped_lock lock(mutex_);
+  if (index < 0 || at(index) >= lease.items_.size()) {
+    throw Error(ErrorKind::Shape, "no record " + std::to_string(index) + " in this lease");
+  }
+  Lease::Item& item = lease.items_[at(index)];
+  if (item.state != Lease::State::Out) return;
+  item.state = Lease::State::Done;
+  if (item.is_miss) --lease.num_ahead_;
+  unpin_locked(std::exchange(item.slot, -1));
+  issue_locked(lease);
+}
+
+void ExpertStore::release(Lease& lease) {
+  const std::scoped_lock lock(mutex_);
+  if (std::exchange(lease.is_released_, true)) return;
+  std::erase(leases_, &lease);
+  for (Lease::Item& item : lease.items_) {
+    if (item.state == Lease::State::Done) continue;
+    bool is_withdrawn = item.state == Lease::State::Waiting;
+    if (!is_withdrawn) {
+      const int32_t slot = std::exchange(item.slot, -1);
+      unpin_locked(slot);
+      Slot& left = slots_[at(slot)];
+      if (left.state == SlotState::Loading && left.pins == 0 && readers_->cancel(left.load)) {
+        std::erase(advised_, slot);
+        free_slot_locked(slot);
+        is_withdrawn = item.is_miss;
+      }
+    }
+    item.state = Lease::State::Done;
+    if (!is_withdrawn) continue;
+    --stats_.requests;
+    --stats_.misses;
+    ++stats_.cancelled;
+  }
+  lease.num_ahead_ = 0;
+  free_memory_if_unused_locked();
+  if (!is_closed_) pump_advice_locked();
+}
+
+// Slots
+
+void ExpertStore::pin_locked(int32_t slot) {
+  Slot& pinned = slots_[at(slot)];
+  if (pinned.pins++ == 0 && pinned.state == SlotState::Ready) policy_.remove(pinned.record);
+}
+
+void ExpertStore::unpin_locked(int32_t slot) {
+  Slot& left = slots_[at(slot)];
+  if (--left.pins > 0) return;
+  if (left.state == SlotState::Ready) {
+    policy_.insert(left.record);
+    changed_.notify_all();
+  } else if (left.state == SlotState::Failed) {
+    free_slot_locked(slot);
+  }  // a slot that is loading joins the candidates when its read ends
+}
+
+// Forgets the slot's record, if it still has one, and makes the slot free.
+void ExpertStore::free_slot_locked(int32_t slot) {
+  Slot& freed = slots_[at(slot)];
+  if (freed.record >= 0 && slot_of_[at(freed.record)] == slot) slot_of_[at(freed.record)] = -1;
+  freed = Slot{};
+  free_.push_back(slot);
+  changed_.notify_all();
+}
+
+// A free slot, made by eviction if need be; with `colder_than` a record, only by evicting one that is not
+// hotter. -1 if there is none.
+int32_t ExpertStore::take_slot_locked(int32_t colder_than) {
+  if (free_.empty()) {
+    const int32_t victim = policy_.victim();
+    const bool may_evict =
+        victim >= 0 && (colder_than < 0 || !policy_.is_hotter(victim, colder_than));
+    if (may_evict) evict_locked();
+    else cancel_advice_locked();
+  }
+  return pop_free_locked();
+}
+
+int32_t ExpertStore::pop_free_locked() {
+  if (free_.empty()) return -1;
+  const int32_t slot = free_.back();
+  free_.pop_back();
+  return slot;
+}
+
+void ExpertStore::evict_locked() {
+  const int32_t victim = policy_.victim();
+  policy_.remove(victim);
+  free_slot_locked(slot_of_[at(victim)]);
+  ++stats_.evictions;
+}
+
+// Frees the slot of an advised read that nobody waits for and that has not begun.
+void ExpertStore::cancel_advice_locked() {
+  for (size_t i = advised_.size(); i-- > 0;) {
+    const int32_t slot = advised_[i];
+    if (slots_[at(slot)].pins > 0 || !readers_->cancel(slots_[at(slot)].load)) continue;
+    advised_.erase(advised_.begin() + static_cast<std::ptrdiff_t>(i));
+    free_slot_locked(slot);
+    return;
+  }
+}
+
+int32_t ExpertStore::resize(int32_t num_slots) {
+  if (num_slots < kMinSlots || at(num_slots) > slots_.size()) {
+    throw Error(ErrorKind::Config, "num_slots out of range: " + std::to_string(num_slots) +
+                                       "\nexpected 2 to " + std::to_string(slots_.size()));
+  }
+  const std::scoped_lock lock(mutex_);
+  const auto active = [this] { return static_cast<int32_t>(slots_.size() - retired_.size()); };
+  while (active() > num_slots) {
+    const int32_t slot = take_slot_locked(-1);
+    if (slot < 0) break;
+    slots_[at(slot)].state = SlotState::Retired;
+    retired_.push_back(slot);
+    if (memory_.data() != nullptr) {
+      memory_.discard(slot * table_.layout.record_bytes, table_.layout.record_bytes);
+    }
+  }
+  while (active() < num_slots) {
+    free_slot_locked(retired_.back());
+    retired_.pop_back();
+  }
+  return active();
+}
+
+int32_t ExpertStore::num_slots() const {
+  const std::scoped_lock lock(mutex_);
+  return static_cast<int32_t>(slots_.size() - retired_.size());
+}
+
+// Reads
+
+void ExpertStore::start_load_locked(int32_t record, int32_t slot, io::Priority priority) {
+  Slot& target = slots_[at(slot)];
+  target.record = record;
+  target.state = SlotState::Loading;
+  target.is_advised = priority == io::Priority::Advice;
+  slot_of_[at(record)] = slot;
+  const RecordPart& part = parts(record)[0];
+  if (fault::is_armed() && fault::take(fault::Kind::StaleSlot, files_[at(part.file)]->path(),
+                                       part.offset, part.length)) [[unlikely]] {
+    target.state = SlotState::Ready;  // the planted bug: whatever the slot held before
+    policy_.insert(record);           // pinned next if it was demanded
+    count_bytes_locked(record, priority, table_.layout.record_bytes);
+    return;
+  }
+  if (priority == io::Priority::Advice) advised_.push_back(slot);
+  target.load = std::make_shared<Load>(*this, record, slot, priority);
+  readers_->submit(target.load, priority);
+}
+
+void ExpertStore::count_bytes_locked(int32_t record, io::Priority priority, int64_t bytes) {
+  (priority == io::Priority::Demand ? stats_.bytes_read : stats_.prefetch_bytes) += bytes;
+  if (was_read_[at(record)]) stats_.reread_bytes += bytes;
+  was_read_[at(record)] = true;
+}
+
+// On a reader thread: the record is in its slot, or `error` says why not.
+void ExpertStore::loaded(Load& load, std::string error, int64_t bytes_read) {
+  const std::scoped_lock lock(mutex_);
+  Slot& slot = slots_[at(load.slot())];
+  slot.load.reset();
+  if (load.priority() == io::Priority::Advice) std::erase(advised_, load.slot());
+  if (error.empty()) {
+    slot.state = SlotState::Ready;
+    count_bytes_locked(load.record(), load.priority(), bytes_read);
+    if (slot.pins == 0) policy_.insert(load.record());
+  } else {
+    ++stats_.failed_reads;
+    slot_of_[at(load.record())] = -1;  // not cached: the next acquire tries again
+    slot.record = -1;
+    slot.state = SlotState::Failed;
+    slot.error = std::move(error);
+    if (slot.pins == 0) free_slot_locked(load.slot());
+  }
+  changed_.notify_all();
+  if (!is_closed_) pump_advice_locked();
+}
+
+// Advice
+
+void ExpertStore::prefetch(int32_t layer, std::span<const int32_t> ids) {
+  const int32_t row = layer_row(layer);
+  for (const int32_t id : ids) record_of(row, id);
+  const std::scoped_lock lock(mutex_);
+  if (is_closed_) return;
+  for (const int32_t id : ids) {
+    const int32_t record = record_of(row, id);
+    const bool is_known = slot_of_[at(record)] >= 0 ||
+                          std::find(prefetch_.begin(), prefetch_.end(), record) != prefetch_.end();
+    if (!is_known) prefetch_.push_back(record);
+  }
+  pump_advice_locked();
+}
+
+void ExpertStore::warm(std::span<const std::pair<int32_t, int32_t>> records) {
+  std::vector<int32_t> wanted;
+  for (const auto& [layer, expert] : records) wanted.push_back(record_of(layer_row(layer), expert));
+  const std::scoped_lock lock(mutex_);
+  if (is_closed_) return;
+  warm_.insert(warm_.end(), wanted.begin(), wanted.end());
+  pump_advice_locked();
+}
+
+// Keeps a few advised reads with the readers: enough to keep the drive busy, few enough that slots are
+// not bound to advice when a demand comes.
+void ExpertStore::pump_advice_locked() {
+  const size_t limit = at(options_.num_readers) * 2;
+  while (advised_.size() < limit && !(prefetch_.empty() && warm_.empty())) {
+    const bool is_prefetch = !prefetch_.empty();
+    std::deque<int32_t>& queue = is_prefetch ? prefetch_ : warm_;
+    const int32_t record = queue.front();
+    queue.pop_front();
+    if (slot_of_[at(record)] >= 0) continue;
+    const int32_t slot = slot_for_advice_locked(record, is_prefetch);
+    if (slot >= 0) {
+      start_load_locked(record, slot, io::Priority::Advice);
+    } else if (!is_prefetch) {
+      warm_.clear();  // no free slot is left, and warming does not evict
+    }
+  }
+}
+
+int32_t ExpertStore::slot_for_advice_locked(int32_t record, bool may_evict) {
+  if (free_.empty() && may_evict) {
+    const int32_t victim = policy_.victim();
+    if (victim >= 0 && policy_.is_hotter(record, victim)) evict_locked();
+  }
+  return pop_free_locked();
+}
+
+// Books
+
+std::vector<double> ExpertStore::frequencies() const {
+  const std::scoped_lock lock(mutex_);
+  return policy_.frequencies();
+}
+
+void ExpertStore::set_frequencies(std::span<const double> frequencies) {
+  if (frequencies.size() != slot_of_.size()) {
+    throw Error(ErrorKind::Shape, "expected " + std::to_string(slot_of_.size()) +
+                                      " frequencies, got " + std::to_string(frequencies.size()));
+  }
+  const std::scoped_lock lock(mutex_);
+  policy_.set_frequencies(frequencies);
+}
+
+std::vector<int64_t> ExpertStore::routed_counts() const {
+  const std::scoped_lock lock(mutex_);
+  return routed_counts_;
+}
+
+int64_t ExpertStore::num_routed_tokens() const {
+  const std::scoped_lock lock(mutex_);
+  return num_routed_tokens_ + step_tokens_;
+}
+
+Stats ExpertStore::stats() const {
+  const io::ReadPoolStats readers = readers_->stats();
+  const std::scoped_lock lock(mutex_);
+  Stats snapshot = stats_;
+  snapshot.read_ns = readers.read_ns;
+  snapshot.drive_busy_ns = readers.busy_ns;
+  snapshot.reads_in_flight_max = readers.in_flight_max;
+  snapshot.is_direct = std::all_of(files_.begin(), files_.end(),
+                                   [](const auto& file) { return file->is_direct(); });
+  return snapshot;
+}
+
+std::string ExpertStore::debug_check() const {
+  const std::scoped_lock lock(mutex_);
+  std::vector<int32_t> pins(slots_.size(), 0);
+  for (const Lease* lease : leases_) {
+    int32_t num_ahead = 0;
+    for (const Lease::Item& item : lease->items_) {
+      const bool has_slot = item.state == Lease::State::Held || item.state == Lease::State::Out;
+      if (has_slot != (item.slot >= 0)) return "a lease item's slot does not fit its state";
+      if (has_slot) ++pins[at(item.slot)];
+      if (has_slot && item.is_miss) ++num_ahead;
+    }
+    if (num_ahead != lease->num_ahead_) return "a lease miscounts its misses";
+  }
+  size_t num_free = 0;
+  size_t num_retired = 0;
+  size_t num_loading = 0;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    const Slot& slot = slots_[i];
+    const std::string name = "slot " + std::to_string(i) + ": ";
+    if (slot.pins != pins[i]) return name + "pins differ from the leases' items";
+    const bool has_record = slot.state == SlotState::Loading || slot.state == SlotState::Ready;
+    if (has_record != (slot.record >= 0)) return name + "record does not fit the state";
+    if (has_record && slot_of_[at(slot.record)] != static_cast<int32_t>(i)) {
+      return name + "its record is said to be elsewhere";
+    }
+    if ((slot.load != nullptr) != (slot.state == SlotState::Loading)) return name + "load lost";
+    if (slot.state == SlotState::Failed && slot.pins == 0) return name + "leaked after a failed read";
+    const bool is_candidate = slot.state == SlotState::Ready && slot.pins == 0;
+    if (has_record && policy_.contains(slot.record) != is_candidate) {
+      return name + "is wrongly a candidate for eviction, or wrongly none";
+    }
+    num_free += slot.state == SlotState::Free ? 1 : 0;
+    num_retired += slot.state == SlotState::Retired ? 1 : 0;
+    num_loading += slot.state == SlotState::Loading ? 1 : 0;
+  }
+  if (num_free != free_.size()) return "the free list misses or repeats a slot";
+  if (num_retired != retired_.size()) return "the retired list misses or repeats a slot";
+  if (num_loading < advised_.size()) return "the list of advised reads holds a finished one";
+  for (size_t record = 0; record < slot_of_.size(); ++record) {
+    const int32_t slot = slot_of_[record];
+    if (slot >= 0 && slots_[at(slot)].record != static_cast<int32_t>(record)) {
+      return "record " + std::to_string(record) + " points to a slot that holds another";
+    }
+    if (slot < 0 && policy_.contains(static_cast<int32_t>(record))) return "a candidate has no slot";
+  }
+  if (!policy_.is_consistent()) return "the eviction heap is out of order";
+  if (stats_.hits + stats_.misses != stats_.requests) return "hits + misses != requests";
+  return "";
+}
+
+// The lease's face
+
+const ExpertLayout& Lease::layout() const { return store_->table_.layout; }
+int32_t Lease::next_ready(std::span<int32_t> out) { return store_->next_ready(*this, out); }
+void Lease::done(int32_t index) { store_->done(*this, index); }
+void Lease::release() { store_->release(*this); }
+
+const std::byte* Lease::data(int32_t index) const {
+  const std::scoped_lock lock(store_->mutex_);
+  if (index < 0 || static_cast<size_t>(index) >= items_.size() ||
+      items_[static_cast<size_t>(index)].state != State::Out) {
+    throw Error(ErrorKind::Shape, "record " + std::to_string(index) + " is not handed out");
+  }
+  return store_->slot_data(items_[static_cast<size_t>(index)].slot);
+}
+
+}  // namespace headrace::store

@@ -1,0 +1,238 @@
+// The one owner of every expert byte: a pool of slots over all layers, filled from the drive as the
+// router asks. It decides what to read, where to put it and what to give up; it computes nothing.
+//
+// One mutex guards the books; reader threads take it only to report a finished record. Lock order: the
+// store's mutex, then the read pool's. A slot belongs to the store, never to a lease: a lease that ends
+// early unpins its slots, and a read still in flight completes into the cache.
+//
+// What later work attaches, and where: lookahead is one more caller of prefetch() and reads its worth
+// from the stats; several drives give a record several RecordPart lists and the store several ReadPools,
+// chosen in start_load_locked; tuning sets Options; a trace is written in acquire(), where every routed
+// id passes, and replayed through Policy alone.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/record_feed.h"
+#include "io/file.h"
+#include "io/load.h"
+#include "io/memory.h"
+#include "io/read_pool.h"
+#include "store/policy.h"
+
+namespace headrace::store {
+
+// Interleaves `rows` row-major rows of `cols` values into packed blocks of 16 outputs, the last one
+// padded with zero rows. Given from outside: the store knows no arithmetic.
+using Repack = void (*)(const std::byte* source, Format dtype, int32_t rows, int32_t cols,
+                        std::byte* dest);
+
+struct RecordPart {
+  int32_t file;
+  int64_t offset;
+  int64_t length;
+};
+
+// Where every record is. A packed record is one part; a record in place is three row-major matrices
+// (gate, up, down) anywhere in any files, interleaved by `repack` while they are read.
+struct RecordTable {
+  std::vector<std::string> files;
+  std::vector<int32_t> layers;  // the model's layer number of each row of the table
+  int32_t num_experts = 0;
+  ExpertLayout layout{};
+  int32_t parts_per_record = 1;      // 1 packed, 3 in place
+  std::vector<RecordPart> parts;     // [layers, experts, parts_per_record]
+  std::vector<uint64_t> checksums;   // [layers, experts] of packed records, or empty
+  Repack repack = nullptr;           // set when in place
+};
+
+struct Options {
+  int32_t num_slots = 2;
+  int32_t num_readers = 4;
+  int64_t block_bytes = io::kDefaultBlockBytes;
+  int32_t read_ahead = 16;  // misses of one lease that may be loading or ready and not yet consumed
+  bool direct = true;
+  double half_life_tokens = 128.0;
+};
+
+struct Stats {
+  // One request is one distinct expert of one acquire; hits + misses == requests.
+  int64_t requests = 0;
+  int64_t hits = 0;    // in a slot or already on the way
+  int64_t misses = 0;
+  int64_t joined = 0;         // hits whose read had not finished
+  int64_t prefetch_hits = 0;  // hits whose bytes were read by advice, counted at the first use
+  int64_t evictions = 0;
+  int64_t bytes_read = 0;      // for misses; bytes_read == misses * record_bytes for packed records
+  int64_t prefetch_bytes = 0;  // for prefetch and warm
+  int64_t reread_bytes = 0;    // part of the two above: records that had been read before
+  int64_t failed_reads = 0;    // records; their bytes count nowhere
+  int64_t cancelled = 0;       // requests withdrawn because their lease ended before the read began
+  int64_t stolen = 0;          // records a lease lost before it used them, so that another could go on
+  int64_t stall_ns = 0;        // time next_ready waited
+  int64_t read_ns = 0;         // summed over reads
+  int64_t drive_busy_ns = 0;   // wall time with at least one read in flight
+  int32_t reads_in_flight_max = 0;
+  bool is_direct = true;       // false once any file fell back to buffered reads
+};
+
+class ExpertStore;
+
+// A claim on the records of one layer for one step. Used by one thread; a store may have many.
+class Lease final : public RecordFeed {
+ public:
+  ~Lease() override { release(); }
+  Lease(const Lease&) = delete;
+  Lease& operator=(const Lease&) = delete;
+
+  std::span<const int32_t> expert_ids() const override { return ids_; }
+  std::span<const int32_t> num_tokens() const { return num_tokens_; }  // routed to each expert
+  const ExpertLayout& layout() const override;
+  int32_t next_ready(std::span<int32_t> out) override;
+  const std::byte* data(int32_t index) const override;
+  void done(int32_t index) override;
+
+  // Gives every slot back, whatever its state; never waits. Reads that have not begun are withdrawn.
+  void release();
+
+ private:
+  friend class ExpertStore;
+  enum class State : uint8_t { Waiting, Held, Out, Done };  // no slot; pinned; handed out; given back
+  struct Item {
+    int32_t record;
+    int32_t slot = -1;
+    State state = State::Waiting;
+    bool is_miss = false;  // this lease ordered the read
+  };
+  explicit Lease(std::shared_ptr<ExpertStore> store) : store_(std::move(store)) {}
+
+  std::shared_ptr<ExpertStore> store_;
+  std::vector<int32_t> ids_;
+  std::vector<int32_t> num_tokens_;
+  std::vector<Item> items_;  // as all below: under the store's mutex
+  int32_t num_ahead_ = 0;    // misses loading, or ready and not yet done
+  int32_t first_waiting_ = 0;
+  bool is_waiting_ = false;  // its thread is inside next_ready
+  bool is_released_ = false;
+};
+
+class ExpertStore : public std::enable_shared_from_this<ExpertStore> {
+ public:
+  // Opens the files; throws Error(Checkpoint) for a missing one, Error(Config) for senseless options.
+  static std::shared_ptr<ExpertStore> open(RecordTable table, const Options& options);
+  ~ExpertStore();
+  ExpertStore(const ExpertStore&) = delete;
+  ExpertStore& operator=(const ExpertStore&) = delete;
+
+  // ids: experts of `num_tokens` tokens, in any order, repeats welcome. Queues the misses and returns.
+  std::unique_ptr<Lease> acquire(int32_t layer, std::span<const int32_t> ids, int32_t num_tokens);
+  // Advice: read at low priority what is missing, unless it would push out something hotter. Stale
+  // advice for a layer is dropped when that layer is acquired.
+  void prefetch(int32_t layer, std::span<const int32_t> ids);
+  // Fills free slots, most wanted first, at low priority; never evicts. (layer, expert) pairs.
+  void warm(std::span<const std::pair<int32_t, int32_t>> records);
+
+  // Routed tokens per record, [layers, experts]: decayed, as the policy sees them; and plainly counted.
+  std::vector<double> frequencies() const;
+  void set_frequencies(std::span<const double> frequencies);
+  std::vector<int64_t> routed_counts() const;
+  int64_t num_routed_tokens() const;
+
+  // Changes the number of slots, at most the number opened with. Shrinking evicts unpinned records and
+  // returns their memory to the system. Returns the number reached: pinned slots stay.
+  int32_t resize(int32_t num_slots);
+  int32_t num_slots() const;
+  Stats stats() const;
+  const RecordTable& table() const { return table_; }
+
+  // Withdraws what is queued, waits for the reads in flight, ends the readers. Leases still alive keep
+  // the bytes they were handed; their next_ready throws.
+  void close();
+  // What is wrong with the books; empty if nothing. For tests.
+  std::string debug_check() const;
+
+ private:
+  friend class Lease;
+  class Load;
+  enum class SlotState : uint8_t { Free, Loading, Ready, Failed, Retired };
+  struct Slot {
+    SlotState state = SlotState::Free;
+    int32_t record = -1;
+    int32_t pins = 0;            // items of leases; a pinned slot is never a victim
+    bool is_advised = false;     // read by advice and not used yet
+    std::shared_ptr<Load> load;  // while Loading
+    std::string error;           // when Failed
+  };
+
+  ExpertStore(RecordTable table, const Options& options);
+
+  static size_t at(int64_t value) { return static_cast<size_t>(value); }
+  int32_t layer_row(int32_t layer) const;
+  int32_t record_of(int32_t row, int32_t expert) const;
+  std::byte* slot_data(int32_t slot) const;
+  std::span<const RecordPart> parts(int32_t record) const;
+
+  int32_t next_ready(Lease& lease, std::span<int32_t> out);
+  void done(Lease& lease, int32_t index);
+  void release(Lease& lease);
+  void loaded(Load& load, std::string error, int64_t bytes_read);
+
+  void route_locked(int32_t row, std::span<const int32_t> num_tokens, int32_t step_tokens);
+  bool hold_locked(Lease::Item& item);
+  bool issue_locked(Lease& lease);
+  bool steal_locked(const Lease& thief);
+  bool has_read_in_flight_locked(const Lease& lease) const;
+  int32_t take_slot_locked(int32_t colder_than);
+  int32_t pop_free_locked();
+  void evict_locked();
+  void cancel_advice_locked();
+  void pump_advice_locked();
+  int32_t slot_for_advice_locked(int32_t record, bool may_evict);
+  void start_load_locked(int32_t record, int32_t slot, io::Priority priority);
+  void count_bytes_locked(int32_t record, io::Priority priority, int64_t bytes);
+  void pin_locked(int32_t slot);
+  void unpin_locked(int32_t slot);
+  void free_slot_locked(int32_t slot);
+  void free_memory_if_unused_locked();
+
+  const RecordTable table_;
+  const Options options_;
+  std::vector<std::unique_ptr<io::File>> files_;
+  io::PageBuffer memory_;
+  std::vector<int32_t> row_of_layer_;  // -1: the layer has no experts
+
+  std::mutex close_mutex_;  // before mutex_
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;  // a record finished, or a slot came free
+  std::vector<Slot> slots_;
+  std::vector<int32_t> slot_of_;     // by record, -1 if it has none
+  std::vector<int32_t> free_;        // slots, last one taken first
+  std::vector<int32_t> retired_;
+  std::vector<int32_t> advised_;     // slots being loaded by advice
+  std::deque<int32_t> prefetch_;     // advised records not started yet
+  std::deque<int32_t> warm_;
+  std::vector<Lease*> leases_;
+  Policy policy_;
+  std::vector<int64_t> routed_counts_;
+  std::vector<bool> was_read_;
+  std::vector<int32_t> scratch_;     // tokens per expert in acquire
+  int64_t num_routed_tokens_ = 0;    // of finished steps
+  int32_t step_tokens_ = 0;
+  int32_t last_row_ = -1;
+  bool is_closed_ = false;
+  Stats stats_;
+
+  std::unique_ptr<io::ReadPool> readers_;  // last: its threads use all of the above
+};
+
+}  // namespace headrace::store

@@ -1,0 +1,202 @@
+#include "store/load.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "io/checksum.h"
+
+namespace headrace::store {
+namespace {
+
+constexpr int32_t kBlockOutputs = 16;  // outputs are interleaved by 16: see kernels/format.h
+constexpr std::array<const char*, 3> kPartNames{"gate", "up", "down"};
+
+size_t at(int64_t value) { return static_cast<size_t>(value); }
+
+const ExpertMatrix& matrix(const ExpertLayout& layout, int32_t part) {
+  return part == 0 ? layout.gate : part == 1 ? layout.up : layout.down;
+}
+
+int64_t element_bytes(Format format) { return format == Format::F32 ? 4 : 2; }
+
+bool is_floating(Format format) {
+  return format == Format::F32 || format == Format::F16 || format == Format::BF16;
+}
+
+int64_t row_bytes(const ExpertMatrix& matrix) { return matrix.cols * element_bytes(matrix.format); }
+
+// Rows of one block of a record in place: whole groups of 16, about block_bytes.
+int32_t rows_per_block(const ExpertMatrix& matrix, int64_t block_bytes) {
+  const int64_t groups = block_bytes / (row_bytes(matrix) * kBlockOutputs);
+  return static_cast<int32_t>(std::max<int64_t>(groups, 1)) * kBlockOutputs;
+}
+
+int32_t blocks_of(const ExpertMatrix& matrix, int64_t block_bytes) {
+  const int32_t step = rows_per_block(matrix, block_bytes);
+  return (matrix.rows + step - 1) / step;
+}
+
+// Length of each block but the last of a packed record: equal shares, so that no reader is left with a
+// short end while another still reads a full block.
+int64_t packed_block_bytes(int64_t length, int64_t block_bytes) {
+  const int64_t count = (length + block_bytes - 1) / block_bytes;
+  return io::align_up((length + count - 1) / count);
+}
+
+[[noreturn]] void fail(const std::string& message) {
+  throw Error(ErrorKind::Checkpoint, "expert table is inconsistent: " + message);
+}
+
+}  // namespace
+
+void check_table(const RecordTable& table) {
+  const bool is_in_place = table.repack != nullptr;
+  const size_t num_records = table.layers.size() * at(std::max(table.num_experts, 0));
+  const int64_t record_bytes = table.layout.record_bytes;
+  if (num_records == 0) fail("it holds no record");
+  if (table.parts_per_record != (is_in_place ? 3 : 1)) {
+    fail("expected " + std::to_string(is_in_place ? 3 : 1) + " ranges per record, got " +
+         std::to_string(table.parts_per_record));
+  }
+  if (table.parts.size() != num_records * at(table.parts_per_record)) fail("ranges are missing");
+  if (!table.checksums.empty() && table.checksums.size() != num_records) fail("checksums are missing");
+  if (record_bytes <= 0 || record_bytes % io::kAlignment != 0) {
+    fail("record size " + std::to_string(record_bytes) + " is not a multiple of 4096");
+  }
+  for (int32_t part = 0; part < 3; ++part) {
+    const ExpertMatrix& one = matrix(table.layout, part);
+    if (one.rows <= 0 || one.cols <= 0 || one.offset < 0 || one.offset % 64 != 0 ||
+        one.offset >= record_bytes) {
+      fail(std::string("matrix ") + kPartNames[at(part)] + " does not fit the record");
+    }
+    if (!is_in_place) continue;
+    const int64_t padded_rows = (one.rows + kBlockOutputs - 1) / kBlockOutputs * kBlockOutputs;
+    if (!is_floating(one.format) || one.offset + padded_rows * row_bytes(one) > record_bytes) {
+      fail(std::string("matrix ") + kPartNames[at(part)] + " cannot be read in place");
+    }
+  }
+  for (size_t i = 0; i < table.parts.size(); ++i) {
+    const RecordPart& part = table.parts[i];
+    const int64_t expected =
+        is_in_place ? matrix(table.layout, static_cast<int32_t>(i % 3)).rows *
+                          row_bytes(matrix(table.layout, static_cast<int32_t>(i % 3)))
+                    : record_bytes;
+    if (part.file < 0 || at(part.file) >= table.files.size() || part.offset < 0 ||
+        part.length != expected) {
+      fail("range " + std::to_string(i) + " has " + std::to_string(part.length) +
+           " bytes at offset " + std::to_string(part.offset) + " of file " +
+           std::to_string(part.file) + ", expected " + std::to_string(expected) + " bytes");
+    }
+    if (!is_in_place && part.offset % io::kAlignment != 0) {
+      fail("record " + std::to_string(i) + " starts at offset " + std::to_string(part.offset) +
+           ", not a multiple of 4096");
+    }
+  }
+}
+
+ExpertStore::Load::Load(ExpertStore& store, int32_t record, int32_t slot, io::Priority priority)
+    : store_(store), record_(record), slot_(slot), priority_(priority) {
+  const ExpertLayout& layout = store.table_.layout;
+  const int64_t block_bytes = store.options_.block_bytes;
+  if (store.table_.repack == nullptr) {
+    const int64_t step = packed_block_bytes(layout.record_bytes, block_bytes);
+    num_blocks_ = static_cast<int32_t>((layout.record_bytes + step - 1) / step);
+  } else {
+    for (int32_t part = 0; part < 3; ++part) num_blocks_ += blocks_of(matrix(layout, part), block_bytes);
+  }
+}
+
+ExpertStore::Load::Rows ExpertStore::Load::rows(int32_t index) const {
+  const int64_t block_bytes = store_.options_.block_bytes;
+  for (int32_t part = 0;; ++part) {
+    const ExpertMatrix& one = matrix(store_.table_.layout, part);
+    const int32_t count = blocks_of(one, block_bytes);
+    if (index >= count) {
+      index -= count;
+      continue;
+    }
+    const int32_t step = rows_per_block(one, block_bytes);
+    return {part, index * step, std::min(step, one.rows - index * step)};
+  }
+}
+
+io::ReadBlock ExpertStore::Load::block(int32_t index) const {
+  const std::span<const RecordPart> parts = store_.parts(record_);
+  if (store_.table_.repack == nullptr) {
+    const int64_t step = packed_block_bytes(parts[0].length, store_.options_.block_bytes);
+    const int64_t start = index * step;
+    return {store_.files_[at(parts[0].file)].get(), parts[0].offset + start,
+            std::min(step, parts[0].length - start), store_.slot_data(slot_) + start};
+  }
+  const Rows run = rows(index);
+  const int64_t bytes = row_bytes(matrix(store_.table_.layout, run.part));
+  const RecordPart& part = parts[at(run.part)];
+  return {store_.files_[at(part.file)].get(), part.offset + run.first * bytes, run.count * bytes,
+          nullptr};
+}
+
+void ExpertStore::Load::consume(int32_t index, std::byte* bytes) {
+  const Rows run = rows(index);
+  const ExpertMatrix& one = matrix(store_.table_.layout, run.part);
+  const int64_t size = element_bytes(one.format);
+  const int64_t misfit = static_cast<int64_t>(reinterpret_cast<uintptr_t>(bytes) % at(size));
+  if (misfit != 0) {  // a file may place a tensor at an odd offset; the bytes before it are not needed
+    std::memmove(bytes - misfit, bytes, at(run.count * row_bytes(one)));
+    bytes -= misfit;
+  }
+  store_.table_.repack(bytes, one.format, run.count, one.cols,
+                       store_.slot_data(slot_) + one.offset + run.first * row_bytes(one));
+}
+
+void ExpertStore::Load::finished(const std::optional<io::ReadFailure>& failure, int64_t bytes_read) {
+  store_.loaded(*this, failure ? read_error(*failure) : checksum_error(), bytes_read);
+}
+
+std::string ExpertStore::Load::place() const {
+  const int32_t row = record_ / store_.table_.num_experts;
+  return "layer " + std::to_string(store_.table_.layers[at(row)]) + ", expert " +
+         std::to_string(record_ % store_.table_.num_experts);
+}
+
+std::string ExpertStore::Load::read_error(const io::ReadFailure& failure) const {
+  if (failure.error == io::kStopped) return "the expert store was closed while it read " + place();
+  std::string where = place();
+  io::ReadFailure whole = failure;  // reported against the whole range, as the table names it
+  const std::span<const RecordPart> parts = store_.parts(record_);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const RecordPart& part = parts[i];
+    if (store_.files_[at(part.file)].get() != failure.file || failure.offset < part.offset ||
+        failure.offset >= part.offset + part.length) {
+      continue;
+    }
+    if (parts.size() > 1) where += std::string(", matrix ") + kPartNames[i];
+    whole.offset = part.offset;
+    whole.expected = part.length;
+    whole.got = failure.offset - part.offset + failure.got;
+    break;
+  }
+  where += ", file " + failure.file->path() + "\n" + io::describe(whole);
+  if (failure.error == 0) {
+    return "expert record is short: " + where +
+           "\nhint: the file is truncated; run `headrace inspect --verify MODEL`";
+  }
+  return "expert record cannot be read: " + where +
+         "\nhint: check the drive, then run `headrace inspect --verify MODEL`";
+}
+
+std::string ExpertStore::Load::checksum_error() const {
+  const RecordTable& table = store_.table_;
+  if (table.checksums.empty()) return "";
+  const uint64_t expected = table.checksums[at(record_)];
+  const uint64_t got =
+      io::checksum({store_.slot_data(slot_), static_cast<size_t>(table.layout.record_bytes)});
+  if (got == expected) return "";
+  const RecordPart& part = store_.parts(record_)[0];
+  return "expert record is damaged: " + place() + ", file " + store_.files_[at(part.file)]->path() +
+         "\nexpected checksum " + io::hex(expected) + " for " + std::to_string(part.length) +
+         " bytes at offset " + std::to_string(part.offset) + ", got " + io::hex(got) +
+         "\nhint: run `headrace inspect --verify MODEL`, then convert or copy the model again";
+}
+
+}  // namespace headrace::store

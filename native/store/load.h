@@ -1,0 +1,50 @@
+// One record on its way from the drive into its slot: the blocks to read, the repacking of row-major
+// matrices, the checksum, and the words for what went wrong.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "io/fault.h"
+#include "io/read_pool.h"
+#include "store/expert_store.h"
+
+namespace headrace::store {
+
+// Throws Error(Checkpoint) unless the table's sizes, ranges and layout agree with each other.
+void check_table(const RecordTable& table);
+
+class ExpertStore::Load final : public io::ReadJob {
+ public:
+  Load(ExpertStore& store, int32_t record, int32_t slot, io::Priority priority);
+
+  int32_t record() const { return record_; }
+  int32_t slot() const { return slot_; }
+  io::Priority priority() const { return priority_; }
+
+  int32_t num_blocks() const override { return num_blocks_; }
+  io::ReadBlock block(int32_t index) const override;
+  void consume(int32_t index, std::byte* bytes) override;
+  void finished(const std::optional<io::ReadFailure>& failure, int64_t bytes_read) override;
+
+ private:
+  // A run of whole rows of one matrix: what one block of a record in place holds.
+  struct Rows {
+    int32_t part;
+    int32_t first;
+    int32_t count;
+  };
+  Rows rows(int32_t index) const;
+  std::string read_error(const io::ReadFailure& failure) const;
+  std::string checksum_error() const;  // empty if the bytes are right
+  std::string place() const;
+
+  ExpertStore& store_;
+  int32_t record_;
+  int32_t slot_;
+  io::Priority priority_;
+  int32_t num_blocks_ = 0;
+};
+
+}  // namespace headrace::store
