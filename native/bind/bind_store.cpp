@@ -1,5 +1,326 @@
+// headrace._core: reading files, the expert store and its leases, and the faults that tests inject.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "base/record_feed.h"
 #include "bind/bind.h"
+#include "io/checksum.h"
+#include "io/fault.h"
+#include "io/load.h"
+#include "store/expert_store.h"
+#if __has_include("kernels/pack.h")
+#include "kernels/pack.h"
+#endif
+
+namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace headrace {
-void bind_store(nanobind::module_&) {}
+namespace {
+
+using store::ExpertStore;
+using store::Lease;
+
+using ByteArray = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ConstByteArray = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using IdArray = nb::ndarray<const int32_t, nb::c_contig, nb::device::cpu>;
+template <typename T, int Dims>
+using Table = nb::ndarray<const T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
+using MatrixTuple = std::tuple<std::string, int32_t, int32_t, int32_t, int64_t>;
+
+std::span<const int32_t> id_span(const IdArray& ids) { return {ids.data(), ids.size()}; }
+
+// A NumPy array that owns `values`.
+template <typename T>
+nb::ndarray<nb::numpy, T> to_numpy(std::vector<T> values, std::initializer_list<size_t> shape) {
+  auto* kept = new std::vector<T>(std::move(values));
+  nb::capsule owner(kept, [](void* pointer) noexcept { delete static_cast<std::vector<T>*>(pointer); });
+  return nb::ndarray<nb::numpy, T>(kept->data(), shape, owner);
+}
+
+Format parse_expert_format(const std::string& name) {
+  static const std::map<std::string, Format> formats{
+      {"f32", Format::F32}, {"f16", Format::F16}, {"bf16", Format::BF16},
+      {"q8", Format::Q8},   {"q4", Format::Q4},   {"mxfp4", Format::MXFP4}};
+  const auto found = formats.find(name);
+  if (found == formats.end()) throw Error(ErrorKind::Checkpoint, "unknown record format: " + name);
+  return found->second;
+}
+
+ExpertMatrix to_matrix(const MatrixTuple& from) {
+  const auto& [format, rows, cols, group, offset] = from;
+  return {parse_expert_format(format), rows, cols, group, offset};
+}
+
+void read_requests(const std::vector<std::tuple<std::string, int64_t, ByteArray>>& requests,
+                   int32_t readers, int64_t block_bytes, bool direct) {
+  std::vector<std::tuple<std::string, int64_t, std::byte*, int64_t>> wanted;
+  for (const auto& [path, offset, dest] : requests) {
+    wanted.emplace_back(path, offset, reinterpret_cast<std::byte*>(dest.data()),
+                        static_cast<int64_t>(dest.size()));
+  }
+  const nb::gil_scoped_release release;
+  std::map<std::string, std::unique_ptr<io::File>> files;
+  std::vector<io::Range> ranges;
+  for (const auto& [path, offset, dest, length] : wanted) {
+    std::unique_ptr<io::File>& file = files[path];
+    if (!file) file = std::make_unique<io::File>(path, direct, ErrorKind::Checkpoint);
+    ranges.push_back({file.get(), offset, length, dest});
+  }
+  io::ReadPool pool(readers);
+  io::read_ranges(pool, ranges, block_bytes, ErrorKind::Checkpoint);
+}
+
+// The repacking kernel is given to the store here, so that neither knows the other.
+#if __has_include("kernels/pack.h")
+constexpr store::Repack repack_rows = &interleave_rows;
+#else
+constexpr store::Repack repack_rows = nullptr;
+#endif
+
+std::shared_ptr<ExpertStore> open_store(
+    std::vector<std::string> files, std::vector<int32_t> layers, int32_t num_experts,
+    const MatrixTuple& gate, const MatrixTuple& up, const MatrixTuple& down, int64_t record_bytes,
+    const Table<int32_t, 3>& file, const Table<int64_t, 3>& offset, const Table<int64_t, 3>& length,
+    const std::optional<Table<uint64_t, 2>>& checksum, bool in_place, const store::Options& options) {
+  store::RecordTable table;
+  table.files = std::move(files);
+  table.layers = std::move(layers);
+  table.num_experts = num_experts;
+  table.layout = {to_matrix(gate), to_matrix(up), to_matrix(down), record_bytes};
+  table.parts_per_record = static_cast<int32_t>(file.shape(2));
+  if (offset.size() != file.size() || length.size() != file.size()) {
+    throw Error(ErrorKind::Shape, "file, offset and length of the record table differ in shape");
+  }
+  table.parts.reserve(file.size());
+  for (size_t i = 0; i < file.size(); ++i) {
+    table.parts.push_back({file.data()[i], offset.data()[i], length.data()[i]});
+  }
+  if (checksum) table.checksums.assign(checksum->data(), checksum->data() + checksum->size());
+  if (in_place) table.repack = repack_rows;
+  return ExpertStore::open(std::move(table), options);
+}
+
+std::map<std::string, int64_t> stats_map(const ExpertStore& store) {
+  const store::Stats stats = store.stats();
+  return {{"requests", stats.requests},
+          {"hits", stats.hits},
+          {"misses", stats.misses},
+          {"joined", stats.joined},
+          {"prefetch_hits", stats.prefetch_hits},
+          {"evictions", stats.evictions},
+          {"bytes_read", stats.bytes_read},
+          {"prefetch_bytes", stats.prefetch_bytes},
+          {"reread_bytes", stats.reread_bytes},
+          {"failed_reads", stats.failed_reads},
+          {"cancelled", stats.cancelled},
+          {"stolen", stats.stolen},
+          {"stall_ns", stats.stall_ns},
+          {"read_ns", stats.read_ns},
+          {"drive_busy_ns", stats.drive_busy_ns},
+          {"reads_in_flight_max", stats.reads_in_flight_max},
+          {"is_direct", stats.is_direct ? 1 : 0}};
+}
+
+void bind_reading(nb::module_& m) {
+  m.def(
+      "checksum",
+      [](const ConstByteArray& bytes) {
+        const nb::gil_scoped_release release;
+        return io::checksum({reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()});
+      },
+      "bytes"_a.noconvert(), "hr64 of a byte array.");
+
+  m.def(
+      "read_into",
+      [](const std::string& path, int64_t offset, const ByteArray& dest, int32_t readers,
+         int64_t block_bytes, bool direct) {
+        read_requests({{path, offset, dest}}, readers, block_bytes, direct);
+      },
+      "path"_a, "offset"_a, "dest"_a.noconvert(), nb::kw_only(), "readers"_a = 4,
+      "block_bytes"_a = io::kDefaultBlockBytes, "direct"_a = true,
+      "Fill dest with the file's bytes from offset on, by parallel direct reads.");
+
+  m.def("read_many", &read_requests, "requests"_a, nb::kw_only(), "readers"_a = 4,
+        "block_bytes"_a = io::kDefaultBlockBytes, "direct"_a = true,
+        "read_into for many (path, offset, dest) at once, by the same threads.");
+
+  nb::class_<io::RowReader>(m, "RowReader", "Rows of a row-major table that stays on the drive.")
+      .def(nb::init<std::string, int64_t, int64_t, int64_t, bool>(), "path"_a, "offset"_a,
+           "row_bytes"_a, "num_rows"_a = -1, "direct"_a = true)
+      .def_prop_ro("num_rows", &io::RowReader::num_rows)
+      .def_prop_ro("row_bytes", &io::RowReader::row_bytes)
+      .def(
+          "read",
+          [](io::RowReader& reader, const Table<int32_t, 1>& ids) {
+            const size_t row_bytes = static_cast<size_t>(reader.row_bytes());
+            std::vector<uint8_t> rows(ids.size() * row_bytes);
+            {
+              const nb::gil_scoped_release release;
+              reader.read({ids.data(), ids.size()}, reinterpret_cast<std::byte*>(rows.data()));
+            }
+            return to_numpy(std::move(rows), {ids.size(), row_bytes});
+          },
+          "ids"_a.noconvert(), "The rows of ids [T] int32 as [T, row_bytes] uint8.");
+}
+
+void bind_faults(nb::module_& m) {
+  m.def(
+      "inject_fault",
+      [](const std::string& kind, int64_t after, int64_t count, std::string path_contains,
+         int64_t offset) {
+        fault::inject({fault::parse_kind(kind), after, count, std::move(path_contains), offset});
+      },
+      "kind"_a, "after"_a = 0, "count"_a = 1, "path_contains"_a = "", "offset"_a = -1,
+      "For tests: let reads fail. kind: eio, short, end, delay, flip, einval, stale_slot. `after` "
+      "matching reads pass first, then `count` fail (negative: all); only files whose path contains "
+      "the text, only reads that cover byte `offset` of the file if it is not negative.");
+  m.def("clear_faults", &fault::clear, "Disarm every injected fault.");
+  m.def("num_faults_fired", &fault::num_fired, "Faults that struck since the last clear_faults.");
+}
+
+void bind_lease(nb::module_& m) {
+  if (!nb::type<RecordFeed>().is_valid()) nb::class_<RecordFeed>(m, "RecordFeed");
+  nb::class_<Lease, RecordFeed>(m, "Lease", "A claim on the records of one layer for one step.")
+      .def_prop_ro(
+          "expert_ids",
+          [](const Lease& lease) {
+            const auto ids = lease.expert_ids();
+            return to_numpy(std::vector<int32_t>(ids.begin(), ids.end()), {ids.size()});
+          },
+          nb::rv_policy::automatic,  // the array has its own owner
+          "Distinct expert ids, ascending; an index below is a position here.")
+      .def_prop_ro(
+          "num_tokens",
+          [](const Lease& lease) {
+            const auto counts = lease.num_tokens();
+            return to_numpy(std::vector<int32_t>(counts.begin(), counts.end()), {counts.size()});
+          },
+          nb::rv_policy::automatic, "Tokens routed to each expert.")
+      .def(
+          "next_ready",
+          [](Lease& lease) {
+            std::vector<int32_t> ready(lease.expert_ids().size());
+            {
+              const nb::gil_scoped_release release;
+              ready.resize(static_cast<size_t>(lease.next_ready(ready)));
+            }
+            return ready;
+          },
+          "Wait for records; the indices that became ready, empty once all were handed out.")
+      .def(
+          "data",
+          [](nb::handle_t<Lease> self, int32_t index) {
+            const Lease& lease = nb::cast<const Lease&>(self);
+            const auto* bytes = reinterpret_cast<const uint8_t*>(lease.data(index));
+            return nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(
+                bytes, {static_cast<size_t>(lease.layout().record_bytes)}, self);
+          },
+          "index"_a, "The record's bytes, without a copy: they change after done or release.")
+      .def("done", &Lease::done, "index"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "The record's bytes are no longer needed.")
+      .def("release", &Lease::release, nb::call_guard<nb::gil_scoped_release>(),
+           "Give every slot back; may be called again.")
+      .def("__enter__", [](nb::handle_t<Lease> self) { return nb::borrow(self); })
+      .def(
+          "__exit__",
+          [](Lease& lease, const nb::args&) {
+            const nb::gil_scoped_release release;
+            lease.release();
+          },
+          nb::sig("def __exit__(self, *args: object) -> None"));
+}
+
+void bind_expert_store(nb::module_& m) {
+  nb::class_<ExpertStore>(m, "ExpertStore", "The owner of every expert byte.")
+      .def(nb::new_([](std::vector<std::string> files, std::vector<int32_t> layers,
+                       int32_t num_experts, const MatrixTuple& gate, const MatrixTuple& up,
+                       const MatrixTuple& down, int64_t record_bytes, const Table<int32_t, 3>& file,
+                       const Table<int64_t, 3>& offset, const Table<int64_t, 3>& length,
+                       const std::optional<Table<uint64_t, 2>>& checksum, bool in_place,
+                       int32_t num_slots, int32_t num_readers, int64_t block_bytes,
+                       int32_t read_ahead, bool direct, double half_life_tokens) {
+             return open_store(std::move(files), std::move(layers), num_experts, gate, up, down,
+                               record_bytes, file, offset, length, checksum, in_place,
+                               {num_slots, num_readers, block_bytes, read_ahead, direct,
+                                half_life_tokens});
+           }),
+           nb::kw_only(), "files"_a, "layers"_a, "num_experts"_a, "gate"_a, "up"_a, "down"_a,
+           "record_bytes"_a, "file"_a, "offset"_a, "length"_a, "checksum"_a.none(), "in_place"_a,
+           "num_slots"_a, "num_readers"_a, "block_bytes"_a, "read_ahead"_a, "direct"_a,
+           "half_life_tokens"_a)
+      .def(
+          "acquire",
+          [](ExpertStore& store, int32_t layer, const Table<int32_t, 2>& ids) {
+            const nb::gil_scoped_release release;
+            return store.acquire(layer, {ids.data(), ids.size()},
+                                 static_cast<int32_t>(ids.shape(0)));
+          },
+          "layer"_a, "ids"_a.noconvert())
+      .def(
+          "prefetch",
+          [](ExpertStore& store, int32_t layer, const IdArray& ids) {
+            const nb::gil_scoped_release release;
+            store.prefetch(layer, id_span(ids));
+          },
+          "layer"_a, "ids"_a.noconvert())
+      .def(
+          "warm",
+          [](ExpertStore& store, const std::vector<std::pair<int32_t, int32_t>>& records) {
+            const nb::gil_scoped_release release;
+            store.warm(records);
+          },
+          "records"_a)
+      .def("frequencies",
+           [](const ExpertStore& store) {
+             return to_numpy(store.frequencies(),
+                             {store.table().layers.size(),
+                              static_cast<size_t>(store.table().num_experts)});
+           })
+      .def(
+          "set_frequencies",
+          [](ExpertStore& store, const Table<double, 2>& frequencies) {
+            store.set_frequencies({frequencies.data(), frequencies.size()});
+          },
+          "frequencies"_a.noconvert())
+      .def("routed_counts",
+           [](const ExpertStore& store) {
+             return to_numpy(store.routed_counts(),
+                             {store.table().layers.size(),
+                              static_cast<size_t>(store.table().num_experts)});
+           })
+      .def_prop_ro("num_routed_tokens", &ExpertStore::num_routed_tokens)
+      .def("resize", &ExpertStore::resize, "num_slots"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("num_slots", &ExpertStore::num_slots)
+      .def("stats", &stats_map)
+      .def("close", &ExpertStore::close, nb::call_guard<nb::gil_scoped_release>())
+      .def("debug_check", &ExpertStore::debug_check);
+}
+
+}  // namespace
+
+void bind_store(nb::module_& m) {
+  bind_reading(m);
+  bind_faults(m);
+  bind_lease(m);
+  bind_expert_store(m);
+}
+
 }  // namespace headrace

@@ -1,0 +1,261 @@
+"""The expert store: models ask it for the records a router chose, and get a lease.
+
+Owns every slot, the reader threads and the open files of the experts. It decides what is read, kept and
+given up, and never changes a result. Placement and reading are native (`native/store`); this module
+translates the checkpoint's record table, and reports.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace import _core
+from headrace._core import Lease
+from headrace.arrays import Int32, Int64
+from headrace.checkpoint.records import MatrixLayout, RecordTable
+from headrace.experts.history import History
+
+__all__ = ["ExpertStore", "Lease", "ReaderConfig", "StoreStats"]
+
+FLOOR_SLOTS = 2
+"""Fewest slots a store works with; a plan asks for more, so that it works well."""
+
+
+class ReaderConfig(Protocol):
+    """How records are read. `config.ExpertConfig` has these fields; their defaults stand there."""
+
+    @property
+    def readers(self) -> int:
+        """Threads that read."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Largest single read; longer records are cut into several."""
+
+    @property
+    def direct(self) -> bool:
+        """Read past the page cache where the filesystem allows it."""
+
+    @property
+    def read_ahead(self) -> int:
+        """Misses of one lease that may be loading, or ready and not yet used."""
+
+    @property
+    def half_life_tokens(self) -> int:
+        """Tokens after which a routed count weighs half in the choice of victims."""
+
+    @property
+    def verify(self) -> bool:
+        """Check each record's checksum after a read, if the table has one."""
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """Counters since the store was opened. One request is one distinct expert of one acquire.
+
+    `hits + misses == requests`, and for packed records `bytes_read == misses * record_bytes` as long as
+    no read failed and nothing was stolen.
+    """
+
+    requests: int
+    hits: int
+    """In a slot, or already on the way."""
+    misses: int
+    joined: int
+    """Hits whose read had not finished."""
+    prefetch_hits: int
+    """Hits whose bytes came by prefetch or warming, counted at their first use."""
+    evictions: int
+    bytes_read: int
+    """For misses; advice counts in prefetch_bytes. In place, the aligned edges of ranges included."""
+    prefetch_bytes: int
+    """For prefetch and warming."""
+    reread_bytes: int
+    """Part of the two above: records that had been read before in this process."""
+    failed_reads: int
+    """Records whose read or checksum failed; their bytes count nowhere."""
+    cancelled: int
+    """Requests withdrawn because their lease ended before the read began."""
+    stolen: int
+    """Records a lease lost before it used them, so that another lease could go on."""
+    stall_ns: int
+    """Time that computing waited for records."""
+    read_ns: int
+    """Summed over reads, which overlap."""
+    drive_busy_ns: int
+    """Wall time with at least one read in flight."""
+    reads_in_flight_max: int
+    read_mode: str
+    """ "direct", or "buffered" once any file refused direct reads."""
+
+    def since(self, earlier: "StoreStats") -> "StoreStats":
+        """Return what was counted after `earlier`; the maximum and the mode are the present ones."""
+        kept = {"reads_in_flight_max", "read_mode"}
+        return StoreStats(
+            **{
+                field.name: getattr(self, field.name)
+                if field.name in kept
+                else getattr(self, field.name) - getattr(earlier, field.name)
+                for field in fields(self)
+            }
+        )
+
+
+def _matrix(layout: MatrixLayout) -> tuple[str, int, int, int, int]:
+    return layout.format, layout.rows, layout.cols, layout.group, layout.offset
+
+
+class ExpertStore:
+    """The one owner of expert bytes: `num_slots` slots over all layers, filled on demand.
+
+    Safe to use from several threads; each lease is used by one. A context manager: leaving it closes
+    the store.
+    """
+
+    def __init__(
+        self,
+        table: RecordTable,
+        *,
+        num_slots: int,
+        readers: ReaderConfig,
+        history: History | None = None,
+    ) -> None:
+        """Open the files and reserve the slots; memory becomes resident only as slots are filled.
+
+        Args:
+            table: where every record is.
+            num_slots: records held at once, 2 or more; more than there are records is cut to that.
+            readers: how to read.
+            history: routed counts of earlier runs: they order evictions and warm free slots at once,
+                and this run's counts are added and saved on close.
+
+        Raises:
+            CheckpointError: a file is missing, or the table is inconsistent.
+            ConfigError: an option is out of range.
+            MemoryBudgetError: the system refused the slots.
+        """
+        num_records = len(table.layers) * table.num_experts
+        self.table = table
+        self._history = history
+        self._native = _core.ExpertStore(
+            files=[str(path) for path in table.files],
+            layers=list(table.layers),
+            num_experts=table.num_experts,
+            gate=_matrix(table.layout.gate),
+            up=_matrix(table.layout.up),
+            down=_matrix(table.layout.down),
+            record_bytes=table.layout.record_bytes,
+            file=np.ascontiguousarray(table.file, np.int32),
+            offset=np.ascontiguousarray(table.offset, np.int64),
+            length=np.ascontiguousarray(table.length, np.int64),
+            checksum=np.ascontiguousarray(table.checksum, np.uint64)
+            if readers.verify and table.checksum is not None
+            else None,
+            in_place=table.repack is not None,
+            num_slots=min(num_slots, max(num_records, FLOOR_SLOTS)),
+            num_readers=readers.readers,
+            block_bytes=readers.block_bytes,
+            read_ahead=readers.read_ahead,
+            direct=readers.direct,
+            half_life_tokens=float(readers.half_life_tokens),
+        )
+        if history is not None and history.num_tokens > 0:
+            self._native.set_frequencies(history.frequencies(float(readers.half_life_tokens)))
+            self.warm(history.hottest(self.num_slots))
+
+    @property
+    def num_slots(self) -> int:
+        """Records held at once."""
+        return self._native.num_slots
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one slot."""
+        return self.table.layout.record_bytes
+
+    def acquire(self, layer: int, ids: Int32) -> Lease:
+        """Claim the experts of one layer for one step; queue what is missing, and return at once.
+
+        Args:
+            layer: the model's layer number.
+            ids: [T, A] int32, the experts of each token.
+
+        Returns:
+            A lease, to be used in a `with` block and handed to `ops.moe_ffn`. Its records become ready
+            one by one, those already held first.
+
+        Raises:
+            ShapeError: the layer has no experts, or an id is out of range.
+            ExpertReadError: the store is closed. Failed reads raise it too, but from the lease.
+        """
+        return self._native.acquire(layer, ids)
+
+    def prefetch(self, layer: int, ids: Int32) -> None:
+        """Advise that experts of a layer will be wanted soon.
+
+        They are read at low priority, and never push out a record that was routed more often. Advice
+        that has not begun when the layer is acquired is dropped.
+
+        Args:
+            layer: the model's layer number.
+            ids: int32 of any shape.
+        """
+        self._native.prefetch(layer, ids)
+
+    def warm(self, records: Iterable[tuple[int, int]]) -> None:
+        """Fill free slots in the background, most wanted first; evicts nothing.
+
+        Args:
+            records: (layer, expert) pairs.
+        """
+        self._native.warm(list(records))
+
+    def resize(self, num_slots: int) -> int:
+        """Change the number of slots, up to the number opened with.
+
+        Returns:
+            The number reached: slots in use by a lease are not taken away.
+        """
+        return self._native.resize(num_slots)
+
+    def frequencies(self) -> npt.NDArray[np.float64]:
+        """Return the routed tokens per record, decayed to now: [Lm, E] in the table's layer order."""
+        return self._native.frequencies()
+
+    def routed_counts(self) -> Int64:
+        """Return the tokens routed to each record since opening: [Lm, E]."""
+        return self._native.routed_counts()
+
+    def stats(self) -> StoreStats:
+        """Return a snapshot of the counters."""
+        counters = self._native.stats()
+        read_mode = "direct" if counters.pop("is_direct") else "buffered"
+        return StoreStats(**counters, read_mode=read_mode)
+
+    def debug_check(self) -> None:
+        """Check the store's books; for tests. Fails with AssertionError."""
+        problem = self._native.debug_check()
+        assert not problem, problem
+
+    def close(self) -> None:
+        """Save the history, withdraw queued reads, wait for those in flight, end the readers."""
+        history, self._history = self._history, None
+        if history is not None:
+            history.add(self._native.routed_counts(), self._native.num_routed_tokens)
+            history.save()
+        self._native.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
