@@ -1,5 +1,692 @@
+// Packed matrices, kernels, KV pool and threads as Python sees them. Checks arguments, drops the GIL,
+// calls.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "base/array_pool.h"
+#include "base/cpu.h"
+#include "base/error.h"
+#include "base/record_feed.h"
+#include "base/thread_pool.h"
+#include "bind/arrays.h"
 #include "bind/bind.h"
+#include "io/anonymous.h"
+#include "kernels/attention.h"
+#include "kernels/format.h"
+#include "kernels/kernel_table.h"
+#include "kernels/linear.h"
+#include "kernels/memory_feed.h"
+#include "kernels/moe.h"
+#include "kernels/pack.h"
+#include "kernels/rope.h"
+#include "kernels/router.h"
+#include "kernels/sample.h"
 
 namespace headrace {
-void bind_ops(nanobind::module_&) {}
+namespace {
+
+using namespace nb::literals;
+
+[[noreturn]] void throw_shape(const std::string& message) {
+  throw Error(ErrorKind::Shape, message);
+}
+
+// ---- packed matrices
+
+// Keeps the array of packed bytes alive.
+struct PackedMatrix {
+  AnyArray owner;
+  MatrixView view;
+};
+
+PackedMatrix make_matrix(AnyArray data, const std::string& format_name, int64_t rows, int64_t cols,
+                         int64_t group) {
+  MatrixView view;
+  view.format = parse_format(format_name);
+  view.rows = narrow(rows, "Matrix", "rows");
+  view.cols = narrow(cols, "Matrix", "cols");
+  view.group = checked_group(view.format, narrow(group, "Matrix", "group"));
+  if (rows < 1 || cols < 1) throw_shape("Matrix: rows and cols must be at least 1");
+  view.data = reinterpret_cast<const std::byte*>(
+      checked<uint8_t>(data, "Matrix", "data", {view.nbytes()}));
+  if (reinterpret_cast<uintptr_t>(view.data) % 64 != 0) {
+    throw_array("Matrix", "data", "an address that is a multiple of 64", "another");
+  }
+  return {std::move(data), view};
+}
+
+NumpyArray<float> unpack_matrix(const PackedMatrix& matrix) {
+  Result<float> out({matrix.view.rows, matrix.view.cols});
+  {
+    nb::gil_scoped_release release;
+    unpack(*shared_pool(), matrix.view, out.data);
+  }
+  return out.array();
+}
+
+int64_t packed_bytes_of(const std::string& format_name, int64_t rows, int64_t cols, int64_t group) {
+  const Format format = parse_format(format_name);
+  const int32_t g = checked_group(format, narrow(group, "packed_bytes", "group"));
+  return packed_bytes(format, narrow(rows, "packed_bytes", "rows"),
+                      narrow(cols, "packed_bytes", "cols"), g);
+}
+
+Format weight_dtype(const AnyArray& array, const char* op, const char* name) {
+  if (array.dtype() == nb::dtype<float>()) return Format::F32;
+  if (array.dtype() == nb::dtype<uint16_t>()) return Format::BF16;
+  if (array.dtype() == nb::dlpack::dtype{static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1}) {
+    return Format::F16;
+  }
+  throw_array(op, name, "dtype float32, float16, or uint16 holding bfloat16", "another dtype");
+}
+
+RowMajor row_major(const AnyArray& w, const char* op, const char* name) {
+  const Format dtype = weight_dtype(w, op, name);
+  if (w.ndim() != 2 || w.shape(0) < 1 || w.shape(1) < 1) {
+    throw_array(op, name, "shape [at least 1, at least 1]", shape_text(w));
+  }
+  if (!is_contiguous(w)) throw_array(op, name, "C order without gaps", "other strides");
+  return {static_cast<const std::byte*>(w.data()), dtype,
+          narrow(static_cast<int64_t>(w.shape(0)), op, "rows"),
+          narrow(static_cast<int64_t>(w.shape(1)), op, "cols")};
+}
+
+NumpyArray<uint8_t> mapped_array(int64_t num_bytes, PageSize page_size) {
+  auto* memory = new std::shared_ptr<std::byte>(map_anonymous(num_bytes, page_size));
+  nb::capsule owner(memory, [](void* p) noexcept { delete static_cast<std::shared_ptr<std::byte>*>(p); });
+  const size_t shape[1] = {static_cast<size_t>(num_bytes)};
+  return NumpyArray<uint8_t>(reinterpret_cast<uint8_t*>(memory->get()), 1, shape, owner);
+}
+
+NumpyArray<uint8_t> aligned_empty(int64_t num_bytes) {
+  if (num_bytes < 0) throw_shape("aligned_empty: negative size " + std::to_string(num_bytes));
+  return mapped_array(num_bytes, PageSize::Huge);
+}
+
+NumpyArray<uint8_t> pack_weights(const AnyArray& w, const std::string& format_name, int64_t group,
+                                 const std::string& name) {
+  const RowMajor source = row_major(w, "pack", "w");
+  const Format format = parse_format(format_name);
+  const int32_t g = checked_group(format, narrow(group, "pack", "group"));
+  NumpyArray<uint8_t> packed = aligned_empty(packed_bytes(format, source.rows, source.cols, g));
+  {
+    nb::gil_scoped_release release;
+    pack(*shared_pool(), source, format, g, name, reinterpret_cast<std::byte*>(packed.data()));
+  }
+  return packed;
+}
+
+void bind_matrices(nb::module_& m) {
+  nb::class_<PackedMatrix>(m, "Matrix")
+      .def("__init__",
+           [](PackedMatrix* self, AnyArray data, const std::string& format, int64_t rows,
+              int64_t cols, int64_t group) {
+             new (self) PackedMatrix(make_matrix(std::move(data), format, rows, cols, group));
+           },
+           "data"_a, "format"_a, "rows"_a, "cols"_a, "group"_a = 1)
+      .def_prop_ro("rows", [](const PackedMatrix& m) { return m.view.rows; })
+      .def_prop_ro("cols", [](const PackedMatrix& m) { return m.view.cols; })
+      .def_prop_ro("format", [](const PackedMatrix& m) { return format_name(m.view.format); })
+      .def_prop_ro("group", [](const PackedMatrix& m) { return m.view.group; })
+      .def_prop_ro("nbytes", [](const PackedMatrix& m) { return m.view.nbytes(); });
+  m.def("packed_bytes", packed_bytes_of, "format"_a, "rows"_a, "cols"_a, "group"_a = 1);
+  m.def("pack", pack_weights, "w"_a, "format"_a, "group"_a = 1, "name"_a = "");
+  m.def("unpack", unpack_matrix, "matrix"_a);
+  m.def("aligned_empty", aligned_empty, "num_bytes"_a);
+}
+
+// ---- embedding
+
+NumpyArray<float> embedding_packed(const AnyArray& ids, const PackedMatrix& table) {
+  const int64_t count = static_cast<int64_t>(ids.ndim() == 1 ? ids.shape(0) : 0);
+  const int32_t* id = checked<int32_t>(ids, "embedding", "ids", {kAnySize});
+  for (int64_t t = 0; t < count; ++t) {
+    if (id[t] < 0 || id[t] >= table.view.rows) {
+      throw_shape("embedding: id " + std::to_string(id[t]) + " of token " + std::to_string(t) +
+                  "\nexpected 0 to " + std::to_string(table.view.rows - 1));
+    }
+  }
+  Result<float> out({count, table.view.cols});
+  {
+    nb::gil_scoped_release release;
+    shared_pool()->run_ranges(count, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t) {
+        unpack_row(table.view, id[t], out.data + t * table.view.cols);
+      }
+    });
+  }
+  return out.array();
+}
+
+NumpyArray<float> embedding_rows(const AnyArray& ids, const AnyArray& table) {
+  const RowMajor rows = row_major(table, "embedding", "table");
+  const int64_t count = static_cast<int64_t>(ids.ndim() == 1 ? ids.shape(0) : 0);
+  const int32_t* id = checked<int32_t>(ids, "embedding", "ids", {kAnySize});
+  const int64_t row_bytes = int64_t{rows.cols} * (rows.dtype == Format::F32 ? 4 : 2);
+  for (int64_t t = 0; t < count; ++t) {
+    if (id[t] < 0 || id[t] >= rows.rows) {
+      throw_shape("embedding: id " + std::to_string(id[t]) + " of token " + std::to_string(t) +
+                  "\nexpected 0 to " + std::to_string(rows.rows - 1));
+    }
+  }
+  Result<float> out({count, rows.cols});
+  {
+    nb::gil_scoped_release release;
+    const KernelTable& table_of = kernels();
+    for (int64_t t = 0; t < count; ++t) {
+      table_of.widen(rows.dtype, rows.data + id[t] * row_bytes, rows.cols, out.data + t * rows.cols);
+    }
+  }
+  return out.array();
+}
+
+// ---- row by row
+
+// x [R, D] and what to do with each row.
+struct Rows {
+  const float* x;
+  int64_t count, width;
+};
+
+Rows rows_of(const AnyArray& x, const char* op, const char* name) {
+  const float* data = checked<float>(x, op, name, {kAnySize, kAnySize});
+  return {data, static_cast<int64_t>(x.shape(0)), static_cast<int64_t>(x.shape(1))};
+}
+
+NumpyArray<float> rms_norm(const AnyArray& x, const AnyArray& weight, float eps) {
+  const Rows rows = rows_of(x, "rms_norm", "x");
+  const float* w = checked<float>(weight, "rms_norm", "weight", {rows.width});
+  const int32_t width = narrow(rows.width, "rms_norm", "width");
+  Result<float> out({rows.count, rows.width});
+  {
+    nb::gil_scoped_release release;
+    const KernelTable& table = kernels();
+    shared_pool()->run_ranges(rows.count, std::max<int64_t>(1, 16384 / (rows.width + 1)), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        table.rms_norm_row(rows.x + r * rows.width, w, eps, width, out.data + r * rows.width);
+      }
+    });
+  }
+  return out.array();
+}
+
+template <class F>
+NumpyArray<float> elementwise(const AnyArray& x, const char* op, F kernel) {
+  if (x.ndim() < 1 || x.ndim() > 4) throw_array(op, "x", "1 to 4 dimensions", shape_text(x));
+  if (x.dtype() != nb::dtype<float>()) throw_array(op, "x", "dtype float32", "another dtype");
+  if (!is_contiguous(x)) throw_array(op, "x", "C order without gaps", "other strides");
+  Result<float> out({static_cast<int64_t>(x.size())});
+  out.ndim = x.ndim();
+  for (size_t i = 0; i < x.ndim(); ++i) out.shape[i] = x.shape(i);
+  {
+    nb::gil_scoped_release release;
+    shared_pool()->run_ranges(static_cast<int64_t>(x.size()), 32768, [&](int64_t begin, int64_t end) {
+      kernel(static_cast<const float*>(x.data()), begin, end, out.data);
+    });
+  }
+  return out.array();
+}
+
+NumpyArray<float> add_arrays(const AnyArray& x, const AnyArray& y) {
+  bool is_same = x.ndim() == y.ndim() && y.dtype() == nb::dtype<float>() && is_contiguous(y);
+  for (size_t i = 0; is_same && i < x.ndim(); ++i) is_same = x.shape(i) == y.shape(i);
+  if (!is_same) throw_array("add", "y", "float32 in C order of shape " + shape_text(x), shape_text(y));
+  const KernelTable& table = kernels();
+  const float* second = static_cast<const float*>(y.data());
+  return elementwise(x, "add", [&](const float* a, int64_t begin, int64_t end, float* out) {
+    table.add(a + begin, second + begin, end - begin, out + begin);
+  });
+}
+
+NumpyArray<float> clamp_array(const AnyArray& x, float limit) {
+  if (!(limit > 0.0f)) throw_shape("clamp: limit must be above 0, got " + std::to_string(limit));
+  const KernelTable& table = kernels();
+  return elementwise(x, "clamp", [&](const float* a, int64_t begin, int64_t end, float* out) {
+    table.clamp(a + begin, limit, end - begin, out + begin);
+  });
+}
+
+// ---- products
+
+void check_input(const char* op, const Rows& rows, const MatrixView& w) {
+  if (rows.width == w.cols) return;
+  throw_shape(std::string(op) + ": array `x`\nexpected " + std::to_string(w.cols) +
+              " inputs per row, got " + std::to_string(rows.width));
+}
+
+NumpyArray<float> linear_op(const AnyArray& x, const PackedMatrix& w) {
+  const Rows rows = rows_of(x, "linear", "x");
+  check_input("linear", rows, w.view);
+  Result<float> out({rows.count, w.view.rows});
+  {
+    nb::gil_scoped_release release;
+    float* const outs[1] = {out.data};
+    linears(*shared_pool(), rows.x, narrow(rows.count, "linear", "rows"), std::span(&w.view, 1),
+            outs, "linear");
+  }
+  return out.array();
+}
+
+nb::tuple linears_op(const AnyArray& x, const std::vector<const PackedMatrix*>& matrices) {
+  const Rows rows = rows_of(x, "linears", "x");
+  std::vector<MatrixView> views;
+  std::vector<std::unique_ptr<Result<float>>> results;
+  std::vector<float*> outs;
+  for (const PackedMatrix* w : matrices) {
+    check_input("linears", rows, w->view);
+    views.push_back(w->view);
+    results.push_back(std::unique_ptr<Result<float>>(new Result<float>({rows.count, w->view.rows})));
+    outs.push_back(results.back()->data);
+  }
+  {
+    nb::gil_scoped_release release;
+    linears(*shared_pool(), rows.x, narrow(rows.count, "linears", "rows"), views, outs, "linears");
+  }
+  nb::list list;
+  for (auto& result : results) list.append(result->array());
+  return nb::tuple(list);
+}
+
+void check_ffn(const char* op, const Rows& rows, const MatrixView& gate, const MatrixView& up,
+               const MatrixView& down) {
+  check_input(op, rows, gate);
+  check_input(op, rows, up);
+  if (gate.rows != up.rows || down.cols != gate.rows) {
+    throw_shape(std::string(op) + ": gate and up must have as many outputs as down has inputs\n" +
+                "gate " + std::to_string(gate.rows) + ", up " + std::to_string(up.rows) +
+                ", down " + std::to_string(down.cols));
+  }
+}
+
+NumpyArray<float> swiglu_op(const AnyArray& x, const PackedMatrix& gate, const PackedMatrix& up,
+                            const PackedMatrix& down) {
+  const Rows rows = rows_of(x, "swiglu_ffn", "x");
+  check_ffn("swiglu_ffn", rows, gate.view, up.view, down.view);
+  Result<float> out({rows.count, down.view.rows});
+  {
+    nb::gil_scoped_release release;
+    swiglu_ffn(*shared_pool(), rows.x, narrow(rows.count, "swiglu_ffn", "rows"), gate.view, up.view,
+               down.view, out.data);
+  }
+  return out.array();
+}
+
+NumpyArray<float> moe_op(const AnyArray& x, const AnyArray& ids, const AnyArray& weights,
+                         RecordFeed& feed) {
+  const Rows rows = rows_of(x, "moe_ffn", "x");
+  RoutedTokens tokens{};
+  tokens.ids = checked<int32_t>(ids, "moe_ffn", "ids", {rows.count, kAnySize});
+  tokens.num_chosen = narrow(static_cast<int64_t>(ids.shape(1)), "moe_ffn", "experts per token");
+  tokens.weights = checked<float>(weights, "moe_ffn", "weights", {rows.count, tokens.num_chosen});
+  tokens.x = rows.x;
+  tokens.num_tokens = narrow(rows.count, "moe_ffn", "tokens");
+  tokens.hidden = narrow(rows.width, "moe_ffn", "width");
+  const ExpertLayout& layout = feed.layout();
+  check_ffn("moe_ffn", rows, MatrixView::of(layout.gate, nullptr), MatrixView::of(layout.up, nullptr),
+            MatrixView::of(layout.down, nullptr));
+  if (layout.down.rows != rows.width) throw_shape("moe_ffn: experts do not return the width of x");
+  Result<float> out({rows.count, rows.width});
+  {
+    nb::gil_scoped_release release;
+    moe_ffn(*shared_pool(), tokens, feed, out.data);
+  }
+  return out.array();
+}
+
+nb::tuple router_op(const AnyArray& x, const PackedMatrix& weight, int64_t top_k, bool renormalize) {
+  const Rows rows = rows_of(x, "router_topk", "x");
+  check_input("router_topk", rows, weight.view);
+  if (weight.view.format != Format::F32) {
+    throw_shape("router_topk: the router must be f32, got " + std::string(format_name(weight.view.format)));
+  }
+  const int32_t num_experts = weight.view.rows;
+  if (top_k < 1 || top_k > num_experts) {
+    throw_shape("router_topk: top_k out of range\nexpected 1 to " + std::to_string(num_experts) +
+                ", got " + std::to_string(top_k));
+  }
+  Result<int32_t> ids({rows.count, top_k});
+  Result<float> weights({rows.count, top_k});
+  {
+    nb::gil_scoped_release release;
+    const auto pool = shared_pool();
+    const int32_t count = narrow(rows.count, "router_topk", "rows");
+    PoolBuffer<float> logits(rows.count * num_experts);
+    float* const outs[1] = {logits.get()};
+    linears(*pool, rows.x, count, std::span(&weight.view, 1), outs, "router_topk");
+    router_topk(*pool, logits.get(), count, num_experts, static_cast<int32_t>(top_k), renormalize,
+                ids.data, weights.data);
+  }
+  return nb::make_tuple(ids.array(), weights.array());
+}
+
+// ---- rope
+
+nb::tuple rope_angles_op(const AnyArray& positions, const AnyArray& inv_freq, float factor) {
+  const int32_t* p = checked<int32_t>(positions, "rope_angles", "positions", {kAnySize});
+  const float* f = checked<float>(inv_freq, "rope_angles", "inv_freq", {kAnySize});
+  const int64_t count = static_cast<int64_t>(positions.shape(0));
+  const int64_t half = static_cast<int64_t>(inv_freq.shape(0));
+  Result<float> cos({count, half});
+  Result<float> sin({count, half});
+  {
+    nb::gil_scoped_release release;
+    rope_angles(p, static_cast<int32_t>(count), f, static_cast<int32_t>(half), factor, cos.data, sin.data);
+  }
+  return nb::make_tuple(cos.array(), sin.array());
+}
+
+NumpyArray<float> rope_op(const AnyArray& x, const AnyArray& cos, const AnyArray& sin) {
+  const float* data = checked<float>(x, "rope", "x", {kAnySize, kAnySize, kAnySize});
+  const int64_t tokens = static_cast<int64_t>(x.shape(0));
+  const int64_t heads = static_cast<int64_t>(x.shape(1));
+  const int32_t head_dim = narrow(static_cast<int64_t>(x.shape(2)), "rope", "head_dim");
+  const float* c = checked<float>(cos, "rope", "cos", {tokens, kAnySize});
+  const int32_t half = narrow(static_cast<int64_t>(cos.shape(1)), "rope", "half");
+  const float* s = checked<float>(sin, "rope", "sin", {tokens, half});
+  if (2 * int64_t{half} > head_dim) {
+    throw_shape("rope: " + std::to_string(2 * int64_t{half}) + " rotary dims in heads of " +
+                std::to_string(head_dim));
+  }
+  Result<float> out({tokens, heads, head_dim});
+  {
+    nb::gil_scoped_release release;
+    const KernelTable& table = kernels();
+    shared_pool()->run_ranges(tokens * heads, 256, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t t = i / heads;
+        table.rope_head(data + i * head_dim, c + t * half, s + t * half, half, head_dim,
+                        out.data + i * head_dim);
+      }
+    });
+  }
+  return out.array();
+}
+
+// ---- attention
+
+KvPool make_kv_pool(int64_t num_layers, int64_t num_pages, int64_t num_kv_heads, int64_t head_dim,
+                    int64_t page_tokens, const std::string& dtype) {
+  const KvShape shape{narrow(num_layers, "KVPool", "num_layers"),
+                      narrow(num_pages, "KVPool", "num_pages"),
+                      narrow(num_kv_heads, "KVPool", "num_kv_heads"),
+                      narrow(head_dim, "KVPool", "head_dim"),
+                      narrow(page_tokens, "KVPool", "page_tokens"),
+                      parse_format(dtype)};
+  check_kv_shape(shape);
+  return KvPool(shape, map_anonymous(shape.nbytes(), PageSize::Small));
+}
+
+// `rows` is any object with the three arrays of a step.
+struct StepArrays {
+  AnyArray positions, sequences, page_table;
+  StepRows rows;
+};
+
+StepArrays step_arrays(nb::handle object, int64_t num_rows, const KvPool& pool, const char* op) {
+  StepArrays step{nb::cast<AnyArray>(object.attr("positions")),
+                  nb::cast<AnyArray>(object.attr("sequences")),
+                  nb::cast<AnyArray>(object.attr("page_table")),
+                  {}};
+  StepRows& r = step.rows;
+  r.positions = checked<int32_t>(step.positions, op, "positions", {num_rows});
+  r.sequences = checked<int32_t>(step.sequences, op, "sequences", {num_rows});
+  r.page_table = checked<int32_t>(step.page_table, op, "page_table", {kAnySize, kAnySize});
+  r.num_rows = static_cast<int32_t>(num_rows);
+  r.num_sequences = static_cast<int32_t>(step.page_table.shape(0));
+  r.max_pages = static_cast<int32_t>(step.page_table.shape(1));
+  check_step_rows(pool, r, op);
+  return step;
+}
+
+void check_layer(const KvPool& pool, int64_t layer, const char* op) {
+  if (layer >= 0 && layer < pool.shape().num_layers) return;
+  throw_shape(std::string(op) + ": layer " + std::to_string(layer) + " of " +
+              std::to_string(pool.shape().num_layers));
+}
+
+void kv_write_op(const KvPool& pool, int64_t layer, const AnyArray& k, const AnyArray& v,
+                 nb::handle rows) {
+  const KvShape& s = pool.shape();
+  check_layer(pool, layer, "kv_write");
+  const float* keys = checked<float>(k, "kv_write", "k", {kAnySize, s.num_kv_heads, s.head_dim});
+  const int64_t count = static_cast<int64_t>(k.shape(0));
+  const float* values = checked<float>(v, "kv_write", "v", {count, s.num_kv_heads, s.head_dim});
+  const StepArrays step = step_arrays(rows, count, pool, "kv_write");
+  nb::gil_scoped_release release;
+  kv_write(*shared_pool(), pool, static_cast<int32_t>(layer), keys, values, step.rows);
+}
+
+NumpyArray<float> attention_op(const AnyArray& q, const KvPool& pool, int64_t layer, nb::handle rows,
+                               float scale) {
+  const KvShape& s = pool.shape();
+  check_layer(pool, layer, "paged_attention");
+  const float* queries = checked<float>(q, "paged_attention", "q", {kAnySize, kAnySize, s.head_dim});
+  const int64_t count = static_cast<int64_t>(q.shape(0));
+  const int32_t heads = narrow(static_cast<int64_t>(q.shape(1)), "paged_attention", "heads");
+  if (heads < 1 || heads % s.num_kv_heads != 0) {
+    throw_shape("paged_attention: " + std::to_string(heads) + " query heads for " +
+                std::to_string(s.num_kv_heads) + " kv heads");
+  }
+  const StepArrays step = step_arrays(rows, count, pool, "paged_attention");
+  Result<float> out({count, int64_t{heads} * s.head_dim});
+  {
+    nb::gil_scoped_release release;
+    paged_attention(*shared_pool(), pool, static_cast<int32_t>(layer), queries, heads, scale,
+                    step.rows, out.data);
+  }
+  return out.array();
+}
+
+void bind_attention(nb::module_& m) {
+  nb::class_<KvPool>(m, "KVPool")
+      .def("__init__",
+           [](KvPool* self, int64_t num_layers, int64_t num_pages, int64_t num_kv_heads,
+              int64_t head_dim, int64_t page_tokens, const std::string& dtype) {
+             new (self) KvPool(make_kv_pool(num_layers, num_pages, num_kv_heads, head_dim,
+                                            page_tokens, dtype));
+           },
+           "num_layers"_a, "num_pages"_a, "num_kv_heads"_a, "head_dim"_a, "page_tokens"_a = 64,
+           "dtype"_a = "f16")
+      .def_prop_ro("num_layers", [](const KvPool& p) { return p.shape().num_layers; })
+      .def_prop_ro("num_pages", [](const KvPool& p) { return p.shape().num_pages; })
+      .def_prop_ro("num_kv_heads", [](const KvPool& p) { return p.shape().num_kv_heads; })
+      .def_prop_ro("head_dim", [](const KvPool& p) { return p.shape().head_dim; })
+      .def_prop_ro("page_tokens", [](const KvPool& p) { return p.shape().page_tokens; })
+      .def_prop_ro("dtype", [](const KvPool& p) { return format_name(p.shape().dtype); })
+      .def_prop_ro("page_bytes", [](const KvPool& p) { return p.shape().page_bytes(); })
+      .def_prop_ro("nbytes", [](const KvPool& p) { return p.shape().nbytes(); });
+  m.def("kv_write", kv_write_op, "pool"_a, "layer"_a, "k"_a, "v"_a, "rows"_a);
+  m.def("paged_attention", attention_op, "q"_a, "pool"_a, "layer"_a, "rows"_a, "scale"_a);
+}
+
+// ---- sampling
+
+int32_t sample_op(const AnyArray& logits, float temperature, int64_t top_k, float top_p, float min_p,
+                  uint64_t seed, int64_t position) {
+  const float* x = checked<float>(logits, "sample", "logits", {kAnySize});
+  const int32_t vocab = narrow(static_cast<int64_t>(logits.shape(0)), "sample", "vocabulary");
+  if (vocab < 1) throw_shape("sample: no logits");
+  if (!(temperature >= 0.0f) || top_k < 0 || !(top_p > 0.0f && top_p <= 1.0f) ||
+      !(min_p >= 0.0f && min_p <= 1.0f)) {
+    throw_shape("sample: parameter out of range\nexpected temperature >= 0, top_k >= 0, 0 < top_p <= 1 "
+                "and 0 <= min_p <= 1");
+  }
+  const SampleParams params{temperature, static_cast<int32_t>(std::min<int64_t>(top_k, INT32_MAX)),
+                            top_p,       min_p, seed, position};
+  nb::gil_scoped_release release;
+  return sample(x, vocab, params);
+}
+
+NumpyArray<float> log_softmax_op(const AnyArray& logits) {
+  const Rows rows = rows_of(logits, "log_softmax", "logits");
+  if (rows.width < 1) throw_shape("log_softmax: no logits");
+  Result<float> out({rows.count, rows.width});
+  {
+    nb::gil_scoped_release release;
+    log_softmax(*shared_pool(), rows.x, narrow(rows.count, "log_softmax", "rows"),
+                narrow(rows.width, "log_softmax", "vocabulary"), out.data);
+  }
+  return out.array();
+}
+
+NumpyArray<float> penalties_op(const AnyArray& logits, const AnyArray& ids, const AnyArray& counts,
+                               float repetition, float presence, float frequency) {
+  const char* op = "apply_penalties";
+  const float* x = checked<float>(logits, op, "logits", {kAnySize});
+  const int32_t vocab = narrow(static_cast<int64_t>(logits.shape(0)), op, "vocabulary");
+  Penalties penalties{};
+  penalties.ids = checked<int32_t>(ids, op, "ids", {kAnySize});
+  penalties.num_seen = narrow(static_cast<int64_t>(ids.shape(0)), op, "ids");
+  penalties.counts = checked<int32_t>(counts, op, "counts", {penalties.num_seen});
+  penalties.repetition = repetition;
+  penalties.presence = presence;
+  penalties.frequency = frequency;
+  if (!(repetition > 0.0f)) throw_shape("apply_penalties: repetition must be above 0");
+  for (int32_t i = 0; i < penalties.num_seen; ++i) {
+    if (penalties.ids[i] < 0 || penalties.ids[i] >= vocab) {
+      throw_shape("apply_penalties: id " + std::to_string(penalties.ids[i]) + " of " +
+                  std::to_string(vocab));
+    }
+  }
+  Result<float> out({vocab});
+  apply_penalties(x, vocab, penalties, out.data);
+  return out.array();
+}
+
+// ---- records in memory
+
+ExpertMatrix expert_matrix(const nb::tuple& t) {
+  const Format format = parse_format(nb::cast<std::string>(t[0]));
+  return {format, nb::cast<int32_t>(t[1]), nb::cast<int32_t>(t[2]),
+          checked_group(format, nb::cast<int32_t>(t[3])), nb::cast<int64_t>(t[4])};
+}
+
+// The feed with the Python arrays that its pointers look into.
+class ResidentFeed final : public RecordFeed {
+ public:
+  ResidentFeed(MemoryFeed feed, std::vector<AnyArray> owners)
+      : feed_(std::move(feed)), owners_(std::move(owners)) {}
+  std::span<const int32_t> expert_ids() const override { return feed_.expert_ids(); }
+  const ExpertLayout& layout() const override { return feed_.layout(); }
+  int32_t next_ready(std::span<int32_t> out) override { return feed_.next_ready(out); }
+  const std::byte* data(int32_t index) const override { return feed_.data(index); }
+  void done(int32_t index) override { feed_.done(index); }
+  bool rewind() { return feed_.rewind(); }
+
+ private:
+  MemoryFeed feed_;
+  std::vector<AnyArray> owners_;
+};
+
+void check_in_record(const ExpertMatrix& m, int64_t record_bytes, const char* name) {
+  const int64_t end = m.offset + packed_bytes(m.format, m.rows, m.cols, m.group);
+  if (m.offset < 0 || m.offset % 64 != 0 || end > record_bytes) {
+    throw_shape(std::string("ResidentFeed: matrix `") + name + "` does not lie in its record of " +
+                std::to_string(record_bytes) + " bytes at a multiple of 64");
+  }
+}
+
+ResidentFeed make_resident_feed(nb::tuple gate, nb::tuple up, nb::tuple down, nb::dict records,
+                                std::vector<int32_t> order, int32_t step) {
+  ExpertLayout layout{expert_matrix(gate), expert_matrix(up), expert_matrix(down), 0};
+  std::vector<int32_t> ids;
+  std::vector<AnyArray> owners;
+  std::vector<const std::byte*> data;
+  for (auto [key, value] : records) ids.push_back(nb::cast<int32_t>(key));
+  std::sort(ids.begin(), ids.end());
+  for (int32_t id : ids) {
+    owners.push_back(nb::cast<AnyArray>(records[nb::int_(id)]));
+    data.push_back(reinterpret_cast<const std::byte*>(
+        checked<uint8_t>(owners.back(), "ResidentFeed", "record", {kAnySize})));
+    layout.record_bytes = static_cast<int64_t>(owners.back().shape(0));
+    check_in_record(layout.gate, layout.record_bytes, "gate");
+    check_in_record(layout.up, layout.record_bytes, "up");
+    check_in_record(layout.down, layout.record_bytes, "down");
+    if (reinterpret_cast<uintptr_t>(data.back()) % 64 != 0) {
+      throw_array("ResidentFeed", "record", "an address that is a multiple of 64", "another");
+    }
+  }
+  if (order.empty()) {
+    order.resize(ids.size());
+    std::iota(order.begin(), order.end(), 0);
+  }
+  std::vector<int32_t> sorted = order;
+  std::sort(sorted.begin(), sorted.end());
+  for (size_t i = 0; i < sorted.size() || i < ids.size(); ++i) {
+    if (sorted.size() != ids.size() || sorted[i] != static_cast<int32_t>(i)) {
+      throw_shape("ResidentFeed: order must hold every index once");
+    }
+  }
+  return ResidentFeed(MemoryFeed(layout, ids, data, order, std::max(step, 1)), std::move(owners));
+}
+
+void bind_feeds(nb::module_& m) {
+  nb::class_<RecordFeed>(m, "RecordFeed");
+  nb::class_<ResidentFeed, RecordFeed>(m, "ResidentFeed")
+      .def("__init__",
+           [](ResidentFeed* self, nb::tuple gate, nb::tuple up, nb::tuple down, nb::dict records,
+              std::vector<int32_t> order, int32_t step) {
+             new (self) ResidentFeed(make_resident_feed(gate, up, down, records, order, step));
+           },
+           "gate"_a, "up"_a, "down"_a, "records"_a, "order"_a = std::vector<int32_t>{}, "step"_a = 1)
+      .def("rewind", &ResidentFeed::rewind);
+}
+
+// ---- the machine
+
+void bind_machine(nb::module_& m) {
+  m.def("isa", [] { return isa_name(current_isa()); });
+  m.def("set_isa", [](const std::string& name) { set_isa(parse_isa(name)); }, "name"_a);
+  m.def("available_isas", [] {
+    std::vector<std::string> names;
+    for (Isa isa : available_isas()) names.emplace_back(isa_name(isa));
+    return names;
+  });
+  m.def("set_threads", [](int32_t n) {
+    nb::gil_scoped_release release;
+    set_num_threads(n);
+  }, "num_threads"_a);
+  m.def("num_threads", [] { return shared_pool()->num_threads(); });
+  m.def("pool_bytes", [] { return ArrayPool::shared().held_bytes(); });
+  m.def("pool_trim", [] { ArrayPool::shared().trim(); });
+}
+
+}  // namespace
+
+void bind_ops(nb::module_& m) {
+  bind_machine(m);
+  bind_matrices(m);
+  bind_feeds(m);
+  bind_attention(m);
+  m.def("embedding_packed", embedding_packed, "ids"_a, "table"_a);
+  m.def("embedding_rows", embedding_rows, "ids"_a, "table"_a);
+  m.def("rms_norm", rms_norm, "x"_a, "weight"_a, "eps"_a);
+  m.def("add", add_arrays, "x"_a, "y"_a);
+  m.def("clamp", clamp_array, "x"_a, "limit"_a);
+  m.def("linear", linear_op, "x"_a, "w"_a);
+  m.def("linears", linears_op, "x"_a, "matrices"_a);
+  m.def("swiglu_ffn", swiglu_op, "x"_a, "gate"_a, "up"_a, "down"_a);
+  m.def("moe_ffn", moe_op, "x"_a, "ids"_a, "weights"_a, "lease"_a);
+  m.def("router_topk", router_op, "x"_a, "weight"_a, nb::kw_only(), "top_k"_a, "renormalize"_a);
+  m.def("rope_angles", rope_angles_op, "positions"_a, "inv_freq"_a, "factor"_a = 1.0f);
+  m.def("rope", rope_op, "x"_a, "cos"_a, "sin"_a);
+  m.def("sample", sample_op, "logits"_a, nb::kw_only(), "temperature"_a, "top_k"_a, "top_p"_a,
+        "min_p"_a, "seed"_a, "position"_a);
+  m.def("log_softmax", log_softmax_op, "logits"_a);
+  m.def("apply_penalties", penalties_op, "logits"_a, "ids"_a, "counts"_a, nb::kw_only(),
+        "repetition"_a, "presence"_a, "frequency"_a);
+}
+
 }  // namespace headrace

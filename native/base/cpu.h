@@ -1,0 +1,20 @@
+// Which instruction sets this processor runs, and which one the kernels use.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace headrace {
+
+// In ascending order of preference. AMX and NEON join here, each with its kernels_*.cpp.
+enum class Isa { Scalar, Avx2, Avx512 };
+
+const char* isa_name(Isa isa);
+bool is_isa_available(Isa isa);
+std::vector<Isa> available_isas();
+
+// "auto" or a name; throws Error(Config) if unknown or not supported by this processor.
+Isa parse_isa(std::string_view name);
+
+}  // namespace headrace

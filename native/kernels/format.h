@@ -1,0 +1,59 @@
+// The packed weight formats: the one definition of their layout. Readers in other places ask here.
+//
+// A linear W is [rows = outputs, cols = inputs]. Outputs come in blocks of 16 (padded with zero rows);
+// a block is its groups in ascending order; a group is contiguous:
+//   q8     g/4 vectors of 64 bytes, vector j = inputs 4j..4j+3 of 16 outputs, byte [output*4 + i] an int8
+//          code; then 16 float16 scales. (One vector is what a 4-way int8 dot instruction multiplies.)
+//   q4     g/8 vectors of 64 bytes, byte b of vector j = (code b of q8's vector 2j) + 8 in the low nibble
+//          and of vector 2j+1 in the high nibble; then 16 float16 scales. Codes -8..7.
+//   mxfp4  nibbles placed as in q4, holding e2m1 values (bit 3 is the sign); then 16 E8M0 scales.
+//   bf16, f16, f32   a "group" is one input: its 16 outputs.
+// Quantised inputs are padded to a multiple of g with zero codes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+#include "base/record_feed.h"
+
+namespace headrace {
+
+inline constexpr int32_t kBlockOutputs = 16;
+inline constexpr int32_t kNumFormats = 6;
+
+inline bool is_quantised(Format format) {
+  return format == Format::Q8 || format == Format::Q4 || format == Format::MXFP4;
+}
+
+const char* format_name(Format format);
+Format parse_format(std::string_view name);  // throws Error(Config)
+
+// The group that a format uses when asked for `group`; throws Error(Config) if it has none such.
+// The floating formats always have 1.
+int32_t checked_group(Format format, int32_t group);
+
+int64_t group_bytes(Format format, int32_t group);
+int64_t num_groups(int32_t cols, int32_t group);
+int64_t num_blocks(int32_t rows);
+int64_t block_bytes(Format format, int32_t cols, int32_t group);
+int64_t packed_bytes(Format format, int32_t rows, int32_t cols, int32_t group);
+
+// A packed matrix somewhere in memory, at a multiple of 64 bytes.
+struct MatrixView {
+  const std::byte* data = nullptr;
+  Format format = Format::F32;
+  int32_t rows = 0;
+  int32_t cols = 0;
+  int32_t group = 1;
+
+  static MatrixView of(const ExpertMatrix& matrix, const std::byte* record) {
+    return {record + matrix.offset, matrix.format, matrix.rows, matrix.cols, matrix.group};
+  }
+  int64_t num_blocks() const { return headrace::num_blocks(rows); }
+  int64_t num_groups() const { return headrace::num_groups(cols, group); }
+  int64_t block_bytes() const { return headrace::block_bytes(format, cols, group); }
+  int64_t nbytes() const { return packed_bytes(format, rows, cols, group); }
+};
+
+}  // namespace headrace

@@ -1,0 +1,28 @@
+#include "kernels/kernel_table.h"
+
+#include <atomic>
+
+namespace headrace {
+namespace {
+
+std::atomic<Isa>& chosen_isa() {
+  static std::atomic<Isa> isa{parse_isa("auto")};
+  return isa;
+}
+
+}  // namespace
+
+const KernelTable& kernel_table(Isa isa) {
+  const KernelTable* table = nullptr;
+  if (isa == Isa::Avx2) table = avx2_table();
+  if (isa == Isa::Avx512) table = avx512_table();
+  return table != nullptr ? *table : *scalar_table();
+}
+
+const KernelTable& kernels() { return kernel_table(chosen_isa().load(std::memory_order_relaxed)); }
+
+Isa current_isa() { return chosen_isa().load(); }
+
+void set_isa(Isa isa) { chosen_isa().store(isa); }
+
+}  // namespace headrace

@@ -1,0 +1,101 @@
+// The serial inner kernels of one instruction set. Every table computes the same real numbers in the
+// same order (the numeric contract), so which one runs never changes a bit.
+//
+// A new instruction set is one file: kernels_amx.cpp (int8 tiles for many rows) and kernels_neon.cpp
+// belong beside kernels_avx2.cpp, fill a KernelTable and join kernel_table() and Isa.
+#pragma once
+
+#include <cstdint>
+
+#include "base/cpu.h"
+#include "base/record_feed.h"
+#include "kernels/format.h"
+
+namespace headrace {
+
+// out[out_rows[r]][o] = sum over k of in[in_rows[r]][k] * W[o][k] for the outputs of some blocks.
+struct LinearArgs {
+  const std::byte* weights;  // the first block
+  int64_t block_bytes;
+  int32_t num_blocks;
+  int32_t num_outputs;  // of these blocks together; only the last may be partial
+  int32_t cols;
+  int32_t group;
+  int32_t num_groups;
+
+  // Floating formats read x; quantised ones read codes, scales and sums (of codes, per group).
+  const float* x;          // row stride cols
+  const int8_t* codes;     // row stride num_groups * group
+  const float* scales;     // row stride num_groups
+  const int32_t* sums;     // row stride num_groups
+
+  int32_t num_rows;
+  const int32_t* in_rows;   // null: 0, 1, 2, ...
+  const int32_t* out_rows;  // null: 0, 1, 2, ...
+  float* out;               // the first block's first output of row 0
+  int64_t out_stride;
+};
+
+// One page of keys and values in float32 against one query head. State: maximum, sum, accumulator.
+struct PageArgs {
+  const float* query;   // [head_dim]
+  const float* keys;    // [head_dim][page_tokens]
+  const float* values;  // [page_tokens][head_dim]
+  int32_t head_dim;
+  int32_t page_tokens;  // a multiple of 16, at most kMaxPageTokens
+  int32_t num_keys;     // valid ones, 1..page_tokens
+  float scale;
+  bool is_first;
+};
+
+// A group whose largest magnitude is below this counts as zero: 127 / amax would overflow.
+inline constexpr float kLeastAmax = 1e-36f;
+
+inline constexpr int32_t kMaxPageTokens = 256;
+inline constexpr int32_t kMaxHeadDim = 512;
+
+struct AttentionState {
+  float* maximum;
+  float* sum;
+  float* accumulator;  // [head_dim]
+};
+
+struct KernelTable {
+  void (*linear[kNumFormats])(const LinearArgs& args);  // by Format
+
+  // Per group: scale = amax/127, codes, sum of codes. False if x holds a NaN or an infinity.
+  bool (*quantise_row)(const float* x, int32_t cols, int32_t group, int8_t* codes, float* scales,
+                       int32_t* sums);
+
+  void (*rms_norm_row)(const float* x, const float* weight, float eps, int32_t count, float* out);
+  void (*silu_mul)(const float* gate, const float* up, int64_t count, float* out);
+  void (*add)(const float* x, const float* y, int64_t count, float* out);
+  void (*clamp)(const float* x, float limit, int64_t count, float* out);
+  void (*fma_row)(float weight, const float* y, int64_t count, float* out);  // out = fma(weight, y, out)
+  float (*max_of)(const float* x, int64_t count);
+  // out = exp((x - maximum) / temperature); returns the sum in tree order.
+  float (*exp_sum)(const float* x, float maximum, float temperature, int64_t count, float* out);
+  void (*divide)(const float* x, float divisor, int64_t count, float* out);
+
+  // First rotary dims of one head: pairs (i, i + half) turned by cos[i], sin[i]; the rest copied.
+  void (*rope_head)(const float* x, const float* cos, const float* sin, int32_t half,
+                    int32_t head_dim, float* out);
+
+  void (*widen)(Format dtype, const void* source, int64_t count, float* out);
+  void (*attend_page)(const PageArgs& args, const AttentionState& state);
+  void (*finish_attention)(const AttentionState& state, int32_t head_dim, float* out);
+};
+
+const KernelTable& kernel_table(Isa isa);
+
+// The table in use: the best this processor has until set_isa chooses another.
+const KernelTable& kernels();
+Isa current_isa();
+void set_isa(Isa isa);
+
+// Defined by the instruction sets' own files; null where the compiler targets another processor.
+const KernelTable* scalar_table();
+const KernelTable* avx2_table();
+const KernelTable* avx512_table();
+
+}  // namespace headrace

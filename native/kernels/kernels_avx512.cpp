@@ -1,0 +1,18 @@
+// The kernels for AVX-512 with VNNI, built with that set's flags (CMakeLists.txt); empty for other processors.
+#include "kernels/kernel_table.h"
+
+#if defined(__AVX512VNNI__)
+#define HEADRACE_ISA avx512
+#include "kernels/simd_avx512.h"
+
+#include "kernels/kernels_float.h"
+#include "kernels/kernels_linear.h"
+
+namespace headrace {
+const KernelTable* avx512_table() { return avx512::make_table(); }
+}  // namespace headrace
+#else
+namespace headrace {
+const KernelTable* avx512_table() { return nullptr; }
+}  // namespace headrace
+#endif

@@ -1,0 +1,62 @@
+// Experts that lie whole in memory, as a RecordFeed: for tests, and for models without a store.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "base/record_feed.h"
+
+namespace headrace {
+
+class MemoryFeed final : public RecordFeed {
+ public:
+  // ids ascending; order: the indices in the order in which next_ready gives them, `step` at a time.
+  // The records must outlive the feed and lie at multiples of 64.
+  MemoryFeed(ExpertLayout layout, std::vector<int32_t> ids, std::vector<const std::byte*> records,
+             std::vector<int32_t> order, int32_t step)
+      : layout_(layout),
+        ids_(std::move(ids)),
+        records_(std::move(records)),
+        order_(std::move(order)),
+        step_(step),
+        is_done_(ids_.size(), false) {}
+
+  std::span<const int32_t> expert_ids() const override { return ids_; }
+  const ExpertLayout& layout() const override { return layout_; }
+
+  int32_t next_ready(std::span<int32_t> out) override {
+    int32_t count = 0;
+    while (next_ < order_.size() && count < step_ && count < static_cast<int32_t>(out.size())) {
+      out[static_cast<size_t>(count++)] = order_[next_++];
+    }
+    return count;
+  }
+
+  const std::byte* data(int32_t index) const override {
+    return records_[static_cast<size_t>(index)];
+  }
+
+  void done(int32_t index) override { is_done_[static_cast<size_t>(index)] = true; }
+
+  // Whether every record was given back; the feed can then be used again.
+  bool rewind() {
+    bool all = true;
+    for (bool done : is_done_) all = all && done;
+    is_done_.assign(is_done_.size(), false);
+    next_ = 0;
+    return all;
+  }
+
+ private:
+  ExpertLayout layout_;
+  std::vector<int32_t> ids_;
+  std::vector<const std::byte*> records_;
+  std::vector<int32_t> order_;
+  int32_t step_;
+  size_t next_ = 0;
+  std::vector<bool> is_done_;
+};
+
+}  // namespace headrace

@@ -1,0 +1,39 @@
+// Packing of row-major weights into the layouts of format.h, and back.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "base/thread_pool.h"
+#include "kernels/format.h"
+
+namespace headrace {
+
+// Row-major weights in a floating format (F32, F16 or BF16).
+struct RowMajor {
+  const std::byte* data;
+  Format dtype;
+  int32_t rows, cols;
+};
+
+// Quantises if `format` is a quantised one; a floating target is a conversion with rounding to nearest
+// even, exact when the types agree. `name` goes into error messages. Throws Error(Checkpoint) for a
+// NaN or infinite weight or one whose scale does not fit.
+void pack(ThreadPool& pool, const RowMajor& source, Format format, int32_t group,
+          const std::string& name, std::byte* packed);
+
+// The real values of a packed matrix: [rows, cols] float32.
+void unpack(ThreadPool& pool, const MatrixView& matrix, float* values);
+// The real values of one output: [cols] float32.
+void unpack_row(const MatrixView& matrix, int32_t row, float* values);
+
+// Row-major to 16-interleaved in the same floating type, bytes unchanged and unchecked; fills
+// packed_bytes(dtype, rows, cols, 1) bytes. Serial: reader threads call it.
+void interleave_rows(const std::byte* source, Format dtype, int32_t rows, int32_t cols,
+                     std::byte* packed);
+
+// One row-major row of a floating format as float32.
+void widen_row(const std::byte* source, Format dtype, int64_t count, float* values);
+
+}  // namespace headrace

@@ -1,0 +1,93 @@
+// Sixteen lanes in one 512-bit register, AVX-512 F/BW/VL/DQ/VNNI.
+#pragma once
+
+// GCC 12's own header reads its "undefined" registers; the warnings are about that.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace headrace::HEADRACE_ISA {
+
+using Floats = __m512;
+struct Ints { __m512i v; };
+struct Bytes { __m512i v; };
+
+inline __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
+
+inline Floats splat(float x) { return _mm512_set1_ps(x); }
+inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, Floats a) { _mm512_storeu_ps(p, a); }
+inline Floats load_part(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
+inline void store_part(float* p, Floats a, int n) { _mm512_mask_storeu_ps(p, first(n), a); }
+inline Floats load_f16(const void* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+}
+inline Floats load_bf16(const void* p) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+inline Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }
+
+inline Ints bits_of(Floats a) { return {_mm512_castps_si512(a)}; }
+inline Floats from_bits(Ints a) { return _mm512_castsi512_ps(a.v); }
+inline Ints splat_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline Ints add(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline Ints sub(Ints a, Ints b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+inline Ints bit_and(Ints a, Ints b) { return {_mm512_and_si512(a.v, b.v)}; }
+inline Ints max(Ints a, Ints b) { return {_mm512_max_epi32(a.v, b.v)}; }
+template <int n> Ints shift_left(Ints a) { return {_mm512_slli_epi32(a.v, n)}; }
+template <int n> Ints shift_right(Ints a) { return {_mm512_srai_epi32(a.v, n)}; }
+inline Floats to_float(Ints a) { return _mm512_cvtepi32_ps(a.v); }
+inline Ints round_to_int(Floats a) { return {_mm512_cvtps_epi32(a)}; }
+inline void store(int32_t* p, Ints a) { _mm512_storeu_si512(p, a.v); }
+inline void store_int8(int8_t* p, Ints a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
+}
+
+inline Bytes load_bytes(const void* p) { return {_mm512_loadu_si512(p)}; }
+inline Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
+inline Bytes high_nibbles(Bytes a) {
+  return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))};
+}
+
+// vpdpbusd takes unsigned weights: q8 codes get 128 added by flipping their top bit.
+inline constexpr int kQ8Offset = 128;
+inline Bytes q8_weights(Bytes codes) {
+  return {_mm512_xor_si512(codes.v, _mm512_set1_epi8(static_cast<char>(0x80)))};
+}
+
+inline constexpr int kMxfp4Offset = 12;
+inline Bytes mxfp4_weights(Bytes nibbles) {
+  const __m512i table = _mm512_broadcast_i32x4(
+      _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+  return {_mm512_shuffle_epi8(table, nibbles.v)};
+}
+inline Floats half_e8m0(const void* p) {
+  const __m512i s = _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(s, _mm512_set1_epi32(1)), 23);
+  const __m512i tiny = _mm512_sllv_epi32(_mm512_set1_epi32(0x00200000), s);
+  const __mmask16 is_tiny = _mm512_cmplt_epi32_mask(s, _mm512_set1_epi32(2));
+  return _mm512_castsi512_ps(_mm512_mask_blend_epi32(is_tiny, normal, tiny));
+}
+
+inline int32_t quad_bits(const int8_t* quad) { int32_t r; std::memcpy(&r, quad, 4); return r; }
+inline Ints dot_q8(Ints acc, Bytes w, const int8_t* quad) {
+  return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(quad_bits(quad)))};
+}
+inline Ints dot_small(Ints acc, Bytes w, const int8_t* quad) { return dot_q8(acc, w, quad); }
+
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+}  // namespace headrace::HEADRACE_ISA

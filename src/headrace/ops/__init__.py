@@ -1,0 +1,39 @@
+"""Every arithmetic step of a model, as functions over NumPy arrays.
+
+One module per family of ops; each op is one call into the native kernels and has a plain NumPy version
+of the same name and signature in `reference.py`, which is its specification and equals it to the bit.
+An op knows nothing of models, checkpoints or where an expert's bytes come from.
+"""
+
+from headrace._core import KVPool, Matrix
+from headrace.ops.attention import StepRowsLike, kv_write, paged_attention
+from headrace.ops.elementwise import add, clamp
+from headrace.ops.embedding import embedding
+from headrace.ops.ffn import moe_ffn, swiglu_ffn
+from headrace.ops.linear import linear, linears
+from headrace.ops.norm import rms_norm
+from headrace.ops.rope import rope, rope_angles
+from headrace.ops.router import router_topk
+from headrace.ops.sampling import apply_penalties, log_softmax, sample
+
+__all__ = [
+    "KVPool",
+    "Matrix",
+    "StepRowsLike",
+    "add",
+    "apply_penalties",
+    "clamp",
+    "embedding",
+    "kv_write",
+    "linear",
+    "linears",
+    "log_softmax",
+    "moe_ffn",
+    "paged_attention",
+    "rms_norm",
+    "rope",
+    "rope_angles",
+    "router_topk",
+    "sample",
+    "swiglu_ffn",
+]

@@ -1,0 +1,49 @@
+"""Gated feed-forward networks: resident ones, and mixtures of experts that arrive record by record."""
+
+from headrace import _core
+from headrace.arrays import Float32, Int32
+
+
+def swiglu_ffn(x: Float32, gate: _core.Matrix, up: _core.Matrix, down: _core.Matrix) -> Float32:
+    """Compute down(silu(gate x) * (up x)).
+
+    Args:
+        x: [T, D] float32.
+        gate: packed [F, D].
+        up: packed [F, D].
+        down: packed [D, F].
+
+    Returns:
+        [T, D] float32.
+
+    Raises:
+        ShapeError: the sizes do not fit each other, or x is not float32 in C order.
+        NumericError: a matrix is quantised and its input holds a NaN or an infinity.
+
+    Source:
+        Shazeer, GLU Variants Improve Transformer, equation 6 (SwiGLU).
+    """
+    return _core.swiglu_ffn(x, gate, up, down)
+
+
+def moe_ffn(x: Float32, ids: Int32, weights: Float32, lease: _core.RecordFeed) -> Float32:
+    """Mix the chosen experts of every token, computing records in the order in which they arrive.
+
+    Each expert is a SwiGLU network. Contributions are kept apart until all are there, then added by one
+    fused multiply-add each in ascending expert id, starting from 0; the order of arrival cannot show.
+
+    Args:
+        x: [T, D] float32.
+        ids: [T, A] int32, distinct in a row.
+        weights: [T, A] float32.
+        lease: the records of all ids; blocks until they are ready.
+
+    Returns:
+        [T, D] float32.
+
+    Raises:
+        ShapeError: sizes do not fit, or an id is not in the lease.
+        NumericError: the experts are quantised and an input holds a NaN or an infinity.
+        ExpertReadError: a record could not be read.
+    """
+    return _core.moe_ffn(x, ids, weights, lease)

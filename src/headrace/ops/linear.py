@@ -1,0 +1,46 @@
+"""Products with packed weight matrices."""
+
+from collections.abc import Sequence
+
+from headrace import _core
+from headrace.arrays import Float32
+
+
+def linear(x: Float32, w: _core.Matrix) -> Float32:
+    """Multiply rows by a packed matrix: x W^T.
+
+    Quantised weights meet inputs quantised per row and group to int8 (scale amax / 127, half to even);
+    integer dots are exact and groups join by one fused multiply-add each, in ascending order. Floating
+    weights: one fused chain over ascending inputs per output.
+
+    Args:
+        x: [T, K] float32.
+        w: packed [N, K].
+
+    Returns:
+        [T, N] float32; a row's bits depend on that row alone.
+
+    Raises:
+        ShapeError: K differs, or x is not float32 in C order.
+        NumericError: w is quantised and x holds a NaN or an infinity.
+    """
+    return _core.linear(x, w)
+
+
+def linears(x: Float32, matrices: Sequence[_core.Matrix]) -> tuple[Float32, ...]:
+    """Multiply the same rows by several matrices; the same bits as `linear` for each.
+
+    The input is quantised once for each distinct group size.
+
+    Args:
+        x: [T, K] float32.
+        matrices: packed [N_i, K].
+
+    Returns:
+        One [T, N_i] float32 array per matrix.
+
+    Raises:
+        ShapeError: K differs, or x is not float32 in C order.
+        NumericError: a matrix is quantised and x holds a NaN or an infinity.
+    """
+    return _core.linears(x, matrices)
