@@ -3,21 +3,9 @@
 Tests compare the native packer with this; it is the second opinion on the format.
 """
 
-from pathlib import Path
-
 import numpy as np
 
 FLOATS = {"bf16": np.dtype("<u2"), "f16": np.dtype("<f2"), "f32": np.dtype("<f4")}
-STAND_INS = (
-    "Matrix",
-    "RowReader",
-    "aligned_empty",
-    "checksum",
-    "embedding",
-    "pack",
-    "packed_bytes",
-    "unpack",
-)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
@@ -58,7 +46,8 @@ def quantise(w: np.ndarray, format: str, group: int) -> tuple[np.ndarray, np.nda
             middle = (E2M1[code] + E2M1[code + 1]) / 2
             up = magnitude > middle if code % 2 == 0 else magnitude >= middle
             codes[up] = code + 1
-        return codes | (np.signbit(x).astype(np.int64) << 3), (exponent + 127).astype(np.uint8)
+        signs = (np.signbit(x) & (codes > 0)).astype(np.int64) << 3  # zero has no sign
+        return codes | signs, (exponent + 127).astype(np.uint8)
     if format == "q8":
         scale = (np.abs(x).max(-1) / np.float32(127)).astype(np.float16)
         low, high = -127, 127
@@ -99,17 +88,6 @@ def pack(w: np.ndarray, format: str, group: int) -> np.ndarray:
     return np.concatenate([code_bytes, scale_bytes], axis=-1).reshape(-1)
 
 
-class Matrix:
-    def __init__(self, data: np.ndarray, format: str, rows: int, cols: int, group: int) -> None:
-        assert data.nbytes == packed_bytes(format, rows, cols, group)
-        self.data, self.format, self.rows, self.cols, self.group = data, format, rows, cols, group
-        self.nbytes = data.nbytes
-
-
-def unpack(matrix: Matrix) -> np.ndarray:
-    return unpack_bytes(matrix.data, matrix.format, matrix.rows, matrix.cols, matrix.group)
-
-
 def unpack_bytes(data: np.ndarray, format: str, rows: int, cols: int, group: int) -> np.ndarray:
     """The real values [N, K] float32 of packed bytes."""
     blocks = -(-rows // 16)
@@ -139,25 +117,18 @@ def unpack_bytes(data: np.ndarray, format: str, rows: int, cols: int, group: int
     return values.reshape(blocks * 16, -1)[:rows, :cols].astype(np.float32)
 
 
-def aligned_empty(nbytes: int) -> np.ndarray:
-    return np.empty(nbytes, np.uint8)
-
-
 def checksum(data: np.ndarray) -> int:
-    import hashlib
-
-    return int.from_bytes(hashlib.blake2b(data.tobytes(), digest_size=8).digest(), "little")
-
-
-def embedding(ids: np.ndarray, table: Matrix) -> np.ndarray:
-    return unpack(table)[ids]
-
-
-class RowReader:
-    def __init__(self, path: str, offset: int, row_bytes: int) -> None:
-        self.path, self.offset, self.row_bytes = Path(path), offset, row_bytes
-
-    def read(self, ids: np.ndarray) -> np.ndarray:
-        data = np.fromfile(self.path, np.uint8)[self.offset :]
-        index = ids.astype(np.int64)[:, None] * self.row_bytes + np.arange(self.row_bytes)
-        return data[index]
+    """hr64, in Python's unbounded integers."""
+    prime, mask = 0x9FB21C651E98DF25, (1 << 64) - 1
+    lanes = [(i + 1) * 0x9E3779B97F4A7C15 & mask for i in range(8)]
+    padded = data.tobytes() + bytes(-len(data) % 64)
+    for at in range(0, len(padded), 64):
+        for i in range(8):
+            word = int.from_bytes(padded[at + 8 * i : at + 8 * i + 8], "little")
+            product = (lanes[i] ^ word) * prime & mask
+            lanes[i] = (product << 29 | product >> 35) & mask
+    value = len(data)
+    for lane in lanes:
+        value = (value ^ lane) * prime & mask
+        value ^= value >> 32
+    return value

@@ -52,10 +52,12 @@ def to_float32(values: Bytes, format: str) -> Float32:
     Returns:
         [..., n] float32.
     """
-    typed = values.view(NUMPY_TYPES[format])
-    if format != "bf16":
-        return typed.astype(np.float32, copy=False)
-    wide: Float32 = (typed.astype(np.uint32) << 16).view(np.float32)
+    typed: np.ndarray[Any, Any] = values.view(NUMPY_TYPES[format])
+    wide: Float32
+    if format == "bf16":
+        wide = (typed.astype(np.uint32) << 16).view(np.float32)
+    else:
+        wide = typed.astype(np.float32, copy=False)
     return wide
 
 
@@ -103,10 +105,11 @@ class EmbeddingTable:
                 f"got {int(ids.min())}..{int(ids.max())}"
             )
         if isinstance(self._source, _core.Matrix):
-            return _core.embedding(np.ascontiguousarray(ids, np.int32), self._source)
+            return _core.embedding_packed(np.ascontiguousarray(ids, np.int32), self._source)
         if isinstance(self._source, _core.RowReader):
             return to_float32(self._source.read(np.ascontiguousarray(ids, np.int32)), self.format)
-        return to_float32(self._source[ids], self.format)
+        rows: Bytes = self._source[ids]
+        return to_float32(rows, self.format)
 
 
 class Checkpoint(ABC):

@@ -143,7 +143,7 @@ def open_rows(entry: TensorEntry, format: str, resident: bool) -> EmbeddingTable
     rows, cols = entry.shape
     row_bytes = cols * NUMPY_TYPES[format].itemsize
     if not resident:
-        reader = _core.RowReader(str(entry.path), entry.offset, row_bytes)
+        reader = _core.RowReader(str(entry.path), entry.offset, row_bytes, rows)
         return EmbeddingTable(reader, rows, cols, format)
     data: Bytes = _core.aligned_empty(entry.nbytes)
     read_range(entry.path, entry.offset, data)

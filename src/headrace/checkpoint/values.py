@@ -15,6 +15,8 @@ from headrace.arrays import Bytes
 from headrace.checkpoint.base import CHUNK_BYTES, NUMPY_TYPES
 from headrace.errors import CheckpointError
 
+DIRECT_BYTES = 1 << 20
+"""Below this, starting the native readers costs more than they save."""
 BLOCK_ROWS = 16
 """Outputs that a packed block interleaves: pieces of a matrix are cut at multiples of it."""
 
@@ -22,9 +24,20 @@ BLOCK_ROWS = 16
 def read_range(path: Path, offset: int, out: Bytes) -> None:
     """Fill `out` with the bytes of `path` from `offset`.
 
+    Large ranges take the native readers: several direct reads at once, which leave the page cache
+    as it was.
+
+    Args:
+        path: the file.
+        offset: of the first byte.
+        out: [n] uint8, C-contiguous.
+
     Raises:
         CheckpointError: the file is missing or ends too early.
     """
+    if out.nbytes >= DIRECT_BYTES:
+        _core.read_into(str(path), offset, out)
+        return
     try:
         with path.open("rb", buffering=0) as file:
             file.seek(offset)
@@ -35,11 +48,16 @@ def read_range(path: Path, offset: int, out: Bytes) -> None:
                     raise CheckpointError(
                         f"file is short: {path}\n"
                         f"expected {len(view)} bytes at offset {offset}, got {done}\n"
-                        "hint: the file is truncated; run `headrace inspect --verify` on the model"
+                        "hint: the file is truncated; run `headrace inspect --verify MODEL`"
                     )
                 done += num
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+
+
+def bytes_checksum(data: Bytes) -> int:
+    """Return the 64-bit checksum `hr64` of bytes in memory; docs/format.md defines it."""
+    return int(_core.checksum(data))
 
 
 def check_finite(values: Bytes, format: str, name: str, path: Path, first: int = 0) -> None:
@@ -107,8 +125,7 @@ def pack_range(
             buffer = np.empty(count * row_bytes, np.uint8)
         piece = buffer[: count * row_bytes]
         read_range(path, offset + first * row_bytes, piece)
-        check_finite(piece, source, name, path, first * cols)
-        packed = pack_values(piece, (count, cols), source, format, group)
+        packed = pack_values(piece, (count, cols), source, format, group, name, path, first * cols)
         out[at : at + len(packed)] = packed
         at += len(packed)
     if at != len(out):
@@ -116,14 +133,40 @@ def pack_range(
 
 
 def pack_values(
-    values: Bytes, shape: tuple[int, int], source: str, format: str, group: int
+    values: Bytes,
+    shape: tuple[int, int],
+    source: str,
+    format: str,
+    group: int,
+    name: str,
+    path: Path,
+    first: int = 0,
 ) -> Bytes:
-    """Pack finite row-major values that are in memory.
+    """Pack row-major values that are in memory.
 
     A floating target narrower than the source rounds to nearest even.
 
+    Args:
+        values: uint8, the values' bytes.
+        shape: [N, K].
+        source: format of the values: "bf16", "f16" or "f32".
+        format: packed format to make.
+        group: inputs per scale; 1 for the floating formats.
+        name: the tensor, for messages.
+        path: its file, for messages.
+        first: index of the first value within the tensor, for messages.
+
     Returns:
         uint8, the packed bytes.
+
+    Raises:
+        CheckpointError: a NaN or infinity, or a weight too large for its scale's type.
     """
-    packed: Bytes = _core.pack(values.view(NUMPY_TYPES[source]).reshape(shape), format, group)
+    try:
+        packed: Bytes = _core.pack(
+            values.view(NUMPY_TYPES[source]).reshape(shape), format, group, name
+        )
+    except CheckpointError:
+        check_finite(values, source, name, path, first)  # knows the file and the whole index
+        raise
     return packed

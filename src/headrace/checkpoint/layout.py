@@ -1,0 +1,201 @@
+"""What a container holds and where: the one description that the writer and the reader share.
+
+The words and numbers of `headrace.json` and of the file headers are made here, from a recipe and a
+list of tensors. docs/format.md says the same in prose. Touches no file.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from headrace import _core
+from headrace.checkpoint.base import NUMPY_TYPES
+from headrace.checkpoint.records import RECORD_ALIGNMENT, RecordLayout, align_up
+from headrace.errors import ConfigError
+
+FORMAT_NAME = "headrace container"
+FORMAT_VERSION = 1
+MANIFEST_NAME = "headrace.json"
+DENSE_NAME = "dense.safetensors"
+KINDS = ("matrix", "rows", "vector")
+_GROUPS = {"q4": (32, 64), "q8": (32,), "mxfp4": (32,), "bf16": (1,), "f16": (1,), "f32": (1,)}
+_SAFETENSORS_NAMES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How weights are stored. `group` is the inputs per scale of q4; q8 and mxfp4 have 32."""
+
+    experts: str = "q4"
+    dense: str = "q8"
+    group: int = 64
+
+    def __post_init__(self) -> None:
+        for field, value, allowed in (
+            ("experts", self.experts, ("q4", "q8", "bf16", "mxfp4")),
+            ("dense", self.dense, ("q8", "q4", "bf16")),
+            ("group", self.group, (32, 64)),
+        ):
+            if value not in allowed:
+                raise ConfigError(
+                    f"unknown value for {field}: {value!r}\n"
+                    f"expected one of {', '.join(map(str, allowed))}"
+                )
+
+    def group_of(self, format: str) -> int:
+        """Return the inputs per scale that this recipe gives a format."""
+        return self.group if format == "q4" else _GROUPS[format][0]
+
+
+@dataclass(frozen=True)
+class DenseTensor:
+    """One tensor of `dense.safetensors`."""
+
+    name: str
+    kind: str
+    """matrix: packed. rows: row-major, so that single rows can be read. vector: float32."""
+    format: str
+    group: int
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that carry values; what the checksum covers."""
+        if self.kind == "matrix":
+            rows, cols = self.shape
+            return int(_core.packed_bytes(self.format, rows, cols, self.group))
+        num = self.shape[0] * (self.shape[1] if self.kind == "rows" else 1)
+        return num * NUMPY_TYPES[self.format].itemsize
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes in the file: packed matrices are padded so that the next tensor is aligned too."""
+        return align_up(self.nbytes, RECORD_ALIGNMENT) if self.kind == "matrix" else self.nbytes
+
+    def describe(self, checksum: int) -> dict[str, Any]:
+        """Return the tensor's entry in the manifest."""
+        return {
+            "kind": self.kind,
+            "format": self.format,
+            "group": self.group,
+            "shape": list(self.shape),
+            "nbytes": self.nbytes,
+            "checksum": format_checksum(checksum),
+        }
+
+
+def is_valid_format(format: Any, group: Any) -> bool:
+    """Whether there is such a packed format with such a group."""
+    return isinstance(format, str) and type(group) is int and group in _GROUPS.get(format, ())
+
+
+def format_checksum(value: int) -> str:
+    """Write a 64-bit checksum as 16 hexadecimal digits: JSON numbers are exact to 53 bits only."""
+    return f"{value:016x}"
+
+
+def expert_file_name(layer: int) -> str:
+    """Return the file name of a layer's records."""
+    return f"experts-{layer:03}.safetensors"
+
+
+def record_name(layer: int, expert: int) -> str:
+    """Return the tensor name of a record."""
+    return f"layers.{layer}.experts.{expert}"
+
+
+def dense_order(tensors: Sequence[DenseTensor]) -> list[DenseTensor]:
+    """Order tensors as the file holds them: matrices, rows, vectors, by name within each.
+
+    Matrices have a length that is a multiple of 4096, so that each of them and the first table of
+    rows starts aligned.
+    """
+    return sorted(tensors, key=lambda t: (KINDS.index(t.kind), t.name))
+
+
+def _padded_header(entries: Iterator[tuple[str, str, Sequence[int], int]]) -> bytes:
+    """Make length and JSON of a safetensors header whose data start at a multiple of 4096."""
+    header, at = {}, 0
+    for name, dtype, shape, nbytes in entries:
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [at, at + nbytes],
+        }
+        at += nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=True).encode()
+    padded = align_up(8 + len(text), RECORD_ALIGNMENT) - 8
+    return padded.to_bytes(8, "little") + text.ljust(padded)
+
+
+def dense_header(tensors: Sequence[DenseTensor]) -> bytes:
+    """Return the bytes before the data of `dense.safetensors`; `tensors` in `dense_order`."""
+
+    def entries() -> Iterator[tuple[str, str, Sequence[int], int]]:
+        for t in tensors:
+            packed = t.kind == "matrix"
+            dtype = "U8" if packed else _SAFETENSORS_NAMES[t.format]
+            yield t.name, dtype, (t.stored_bytes,) if packed else t.shape, t.stored_bytes
+
+    return _padded_header(entries())
+
+
+def expert_header(layer: int, num_experts: int, record_bytes: int) -> bytes:
+    """Return the bytes before the data of a layer's file."""
+    return _padded_header(
+        (record_name(layer, e), "U8", (record_bytes,), record_bytes) for e in range(num_experts)
+    )
+
+
+def describe_layout(layout: RecordLayout) -> dict[str, Any]:
+    """Return the record layout's entry in the manifest."""
+    return asdict(layout)
+
+
+def make_manifest(
+    *,
+    model_type: str,
+    recipe: Recipe,
+    source: dict[str, Any],
+    tensors: Sequence[DenseTensor],
+    dense_checksums: Sequence[int],
+    num_experts: int,
+    layout: RecordLayout | None,
+    record_checksums: Mapping[int, Sequence[int]],
+) -> dict[str, Any]:
+    """Return the content of `headrace.json`.
+
+    Args:
+        model_type: the architecture, as config.json names it.
+        recipe: how weights were stored.
+        source: where they came from; anything JSON holds, without times and places.
+        tensors: in `dense_order`.
+        dense_checksums: one per tensor.
+        num_experts: E; 0 in a dense model.
+        layout: of every record; None in a dense model.
+        record_checksums: layer -> one per expert.
+    """
+    dense = {t.name: t.describe(c) for t, c in zip(tensors, dense_checksums, strict=True)}
+    experts = None
+    if layout is not None:
+        experts = {
+            "num_experts": num_experts,
+            "layout": describe_layout(layout),
+            "layers": {
+                str(layer): {
+                    "file": expert_file_name(layer),
+                    "checksums": [format_checksum(c) for c in checksums],
+                }
+                for layer, checksums in sorted(record_checksums.items())
+            },
+        }
+    return {
+        "format": FORMAT_NAME,
+        "version": FORMAT_VERSION,
+        "model_type": model_type,
+        "recipe": asdict(recipe),
+        "source": source,
+        "dense": {"file": DENSE_NAME, "tensors": dense},
+        "experts": experts,
+    }
