@@ -1,0 +1,148 @@
+"""What a conversion will write, worked out from headers before a byte of weights is read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from headrace.checkpoint import HuggingFaceCheckpoint, TensorInfo, open_checkpoint, read_config
+from headrace.checkpoint.base import CONFIG_NAME, GENERATION_CONFIG_NAME
+from headrace.checkpoint.huggingface import tokenizer_files
+from headrace.checkpoint.layout import (
+    DENSE_NAME,
+    DenseTensor,
+    Recipe,
+    dense_header,
+    dense_order,
+    expert_file_name,
+    expert_header,
+)
+from headrace.checkpoint.records import FLOAT_FORMATS, RecordLayout, make_record_layout
+from headrace.errors import CheckpointError, UnsupportedModelError
+from headrace.models.names import NameTable
+from headrace.models.registry import REGISTRY, expert_names, load_spec
+from headrace.models.spec import ModelSpec
+from headrace.models.weights import Weights
+
+MANIFEST_BYTES_PER_RECORD = 24
+MANIFEST_BYTES_PER_TENSOR = 512
+
+
+@dataclass(frozen=True)
+class ConvertPlan:
+    """The source, the recipe and every file that follows from them."""
+
+    source: HuggingFaceCheckpoint
+    model_type: str
+    recipe: Recipe
+    tensors: tuple[DenseTensor, ...]
+    """In the order of the file."""
+    layers: tuple[int, ...]
+    """All layers with experts, those of MTP included; empty in a dense model."""
+    num_experts: int
+    layout: RecordLayout | None
+    copied: Mapping[str, Path]
+    """Files taken over unchanged, by name."""
+
+    def file_bytes(self) -> dict[str, int]:
+        """Return the length of each weight file, in the order of writing."""
+        sizes = {
+            DENSE_NAME: len(dense_header(self.tensors)) + sum(t.stored_bytes for t in self.tensors)
+        }
+        if self.layout is not None:
+            record_bytes = self.layout.record_bytes
+            for layer in self.layers:
+                header = expert_header(layer, self.num_experts, record_bytes)
+                sizes[expert_file_name(layer)] = len(header) + self.num_experts * record_bytes
+        return sizes
+
+    def other_bytes(self) -> int:
+        """Return the most that manifest, journal and copied files take."""
+        records = len(self.layers) * self.num_experts
+        manifest = MANIFEST_BYTES_PER_RECORD * records + MANIFEST_BYTES_PER_TENSOR * len(
+            self.tensors
+        )
+        return 2 * manifest + sum(p.stat().st_size for p in self.copied.values()) + (1 << 16)
+
+
+def make_plan(path: Path, recipe: Recipe) -> ConvertPlan:
+    """Open the source, check it as a model, and lay the container out.
+
+    Raises:
+        CheckpointError: the source is damaged or incomplete, or is a container already.
+        UnsupportedModelError: nothing here computes the model, or a tensor's dtype is foreign.
+        ConfigError: its config holds a field that is not understood.
+    """
+    spec = load_spec(read_config(path))
+    source = open_checkpoint(path, expert_names(spec))
+    if not isinstance(source, HuggingFaceCheckpoint):
+        raise CheckpointError(
+            f"source is a {source.kind}: {path}\nexpected a Hugging Face checkpoint\n"
+            "hint: convert from the original weights; a container is run as it is"
+        )
+    architecture = REGISTRY[spec.model_type]
+    Weights(source, architecture.names).check(architecture.parameters(spec), spec)
+    tables = [t for t in (source.records, source.mtp_records) if t is not None]
+    layout = None
+    if tables:
+        down = tables[0].layout.down
+        group = recipe.group_of(recipe.experts)
+        layout = make_record_layout(down.rows, down.cols, recipe.experts, group)
+        if any(t.layout != tables[0].layout for t in tables):
+            raise UnsupportedModelError(
+                f"experts of the MTP layers have another shape than the model's: {path}"
+            )
+    copied = dict(tokenizer_files(path))
+    for name in (CONFIG_NAME, GENERATION_CONFIG_NAME):
+        if (path / name).is_file():
+            copied[name] = path / name
+    return ConvertPlan(
+        source=source,
+        model_type=spec.model_type,
+        recipe=recipe,
+        tensors=tuple(_plan_dense(source, architecture.names, spec, recipe)),
+        layers=tuple(layer for t in tables for layer in t.layers),
+        num_experts=tables[0].num_experts if tables else 0,
+        layout=layout,
+        copied=copied,
+    )
+
+
+def _plan_dense(
+    source: HuggingFaceCheckpoint, names: NameTable, spec: ModelSpec, recipe: Recipe
+) -> list[DenseTensor]:
+    # A tied checkpoint may carry a copy of the table as its head; the packed table serves as both.
+    unused = {names.name("lm_head")} if spec.tie_word_embeddings else set()
+    tensors = []
+    for name, info in {**source.tensors, **source.mtp_tensors}.items():
+        if name in unused:
+            continue
+        if name in source.tensors and any(fnmatchcase(name, p) for p in names.ignored):
+            continue
+        tensors.append(_plan_tensor(source, name, info, names, spec, recipe))
+    return dense_order(tensors)
+
+
+def _plan_tensor(
+    source: HuggingFaceCheckpoint,
+    name: str,
+    info: TensorInfo,
+    names: NameTable,
+    spec: ModelSpec,
+    recipe: Recipe,
+) -> DenseTensor:
+    format = FLOAT_FORMATS[source.entry(name).dtype]
+    if len(info.shape) == 1 and info.shape[0]:
+        return DenseTensor(name, "vector", "f32", 1, info.shape)
+    if len(info.shape) != 2 or 0 in info.shape:
+        raise UnsupportedModelError(
+            f"tensor has {len(info.shape)} dimensions: {name}, checkpoint {source.path}\n"
+            f"expected a vector or a matrix, got {list(info.shape)}"
+        )
+    router = names.layer.get("router")
+    if router is not None and name.endswith("." + router):
+        return DenseTensor(name, "matrix", "f32", 1, info.shape)
+    if name == names.name("embed_tokens") and not spec.tie_word_embeddings:
+        return DenseTensor(name, "rows", format, 1, info.shape)
+    group = recipe.group_of(recipe.dense)
+    return DenseTensor(name, "matrix", recipe.dense, group, info.shape)

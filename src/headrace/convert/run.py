@@ -1,0 +1,332 @@
+"""The conversion itself: one file after the other, one record or tensor in memory at a time.
+
+Order: check the source, check the space, dense file, one file per layer, the small files, manifest,
+rename. Every step can be repeated; `journal.py` says what was done before.
+"""
+
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.arrays import Bytes
+from headrace.checkpoint.container import ContainerCheckpoint, is_container
+from headrace.checkpoint.layout import (
+    DENSE_NAME,
+    FORMAT_VERSION,
+    DenseTensor,
+    Recipe,
+    dense_header,
+    expert_file_name,
+    expert_header,
+    make_manifest,
+)
+from headrace.checkpoint.records import FLOAT_FORMATS
+from headrace.checkpoint.safetensors import TensorEntry
+from headrace.checkpoint.values import (
+    bytes_checksum,
+    check_finite,
+    pack_range,
+    pack_values,
+    read_range,
+)
+from headrace.checkpoint.writer import (
+    write_bytes,
+    write_dense_file,
+    write_expert_file,
+)
+from headrace.convert.journal import Journal
+from headrace.convert.plan import ConvertPlan, make_plan
+from headrace.errors import CheckpointError, ConfigError, EngineError
+
+RECORDS_AHEAD = 4
+"""Records read from the source while earlier ones are packed and written."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a conversion is, in bytes of the container."""
+
+    file: str
+    """The file being written or, after a kill, verified."""
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What a conversion did."""
+
+    dest: Path
+    total_bytes: int
+    num_files: int
+    kept_files: int
+    """Files that an earlier, interrupted run had finished; verified, not written again."""
+    already_done: bool
+    """The destination was a finished container of the same source and recipe."""
+
+
+def convert(
+    source: Path,
+    dest: Path,
+    recipe: Recipe,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> ConvertReport:
+    """Write a container.
+
+    The directory `DEST.partial` holds the work until it is complete; then it gets its name. The
+    same call resumes a killed conversion. The same source and recipe give the same bytes.
+
+    Args:
+        source: directory of a Hugging Face checkpoint; only read.
+        dest: the container to make. It must not exist, unless it is a finished container of the
+            same source and recipe: then nothing is done.
+        recipe: how weights are stored.
+        progress: called often.
+
+    Raises:
+        ConfigError: the destination exists or belongs to another conversion.
+        CheckpointError: the source is damaged, holds a NaN or infinity, or the drive is full.
+        UnsupportedModelError: nothing here computes the model.
+    """
+    dest = dest.absolute()
+    plan = make_plan(source, recipe)
+    binding = _binding(plan)
+    total = sum(plan.file_bytes().values())
+    if _is_done(dest, binding):
+        return ConvertReport(dest, total, len(plan.file_bytes()), 0, already_done=True)
+    try:
+        journal = Journal(dest)
+        journal.begin(binding)
+        _check_space(plan, journal)
+        kept = _Conversion(plan, journal, progress).run(binding)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {dest}: {error.strerror or error}") from error
+    return ConvertReport(dest, total, len(plan.file_bytes()), kept, already_done=False)
+
+
+def _binding(plan: ConvertPlan) -> dict[str, Any]:
+    """Return what the manifest says of recipe and source, and what a resume must agree with."""
+    return {
+        "version": FORMAT_VERSION,
+        "recipe": asdict(plan.recipe),
+        "source": {"kind": plan.source.kind, "fingerprint": plan.source.fingerprint},
+    }
+
+
+def _is_done(dest: Path, binding: dict[str, Any]) -> bool:
+    if not dest.exists() or (dest.is_dir() and not any(dest.iterdir())):
+        return False
+    if dest.is_dir() and is_container(dest):
+        try:
+            manifest = ContainerCheckpoint(dest).manifest
+        except EngineError as error:
+            raise ConfigError(
+                f"destination exists and is a damaged container: {dest}\n{error}\n"
+                "hint: remove it, or choose another destination"
+            ) from None
+        if {key: manifest.get(key) for key in binding} == binding:
+            return True
+        raise ConfigError(
+            f"destination is a container of another source or recipe: {dest}\n"
+            f"expected {binding['recipe']}, got {manifest.get('recipe')}\n"
+            "hint: remove it, or choose another destination"
+        )
+    raise ConfigError(f"destination exists: {dest}\nhint: remove it, or choose another destination")
+
+
+def _check_space(plan: ConvertPlan, journal: Journal) -> None:
+    if journal.is_complete:
+        return
+    missing = (n for name, n in plan.file_bytes().items() if journal.finished(name) is None)
+    need = sum(missing) + plan.other_bytes()
+    have = shutil.disk_usage(journal.partial).free
+    if have < need:
+        raise CheckpointError(
+            f"not enough space for the container: {journal.partial.parent}\n"
+            f"expected {need} bytes free ({need / 2**30:.2f} GiB), "
+            f"got {have} ({have / 2**30:.2f} GiB)\n"
+            "hint: free some space, or choose a destination on another drive"
+        )
+
+
+class _Conversion:
+    """One run, from a begun journal to the renamed directory."""
+
+    def __init__(
+        self, plan: ConvertPlan, journal: Journal, progress: Callable[[Progress], None]
+    ) -> None:
+        self.plan, self.journal = plan, journal
+        self.progress = progress
+        self.total = sum(plan.file_bytes().values())
+        self.done, self.kept = 0, 0
+
+    def run(self, binding: dict[str, Any]) -> int:
+        """Do what is left; return the number of files kept from an earlier run."""
+        plan, partial = self.plan, self.journal.partial
+        if self.journal.is_complete:
+            self.journal.publish({})
+            return len(plan.file_bytes())
+        header = dense_header(plan.tensors)
+        lengths = [(t.nbytes, t.stored_bytes) for t in plan.tensors]
+        dense = self._reuse(DENSE_NAME, header, lengths)
+        if dense is None:
+            dense = self._write_dense()
+        records = {layer: self._records(layer) for layer in plan.layers}
+        for name, path in plan.copied.items():
+            write_bytes(partial / name, path.read_bytes())
+        manifest = make_manifest(
+            model_type=plan.model_type,
+            recipe=plan.recipe,
+            source=binding["source"],
+            tensors=plan.tensors,
+            dense_checksums=dense,
+            num_experts=plan.num_experts,
+            layout=plan.layout,
+            record_checksums=records,
+        )
+        self.journal.publish(manifest)
+        return self.kept
+
+    def _step(self, name: str) -> Callable[[int], None]:
+        def advance(num_bytes: int) -> None:
+            self.done += num_bytes
+            self.progress(Progress(name, self.done, self.total))
+
+        return advance
+
+    def _reuse(self, name: str, header: bytes, lengths: list[tuple[int, int]]) -> list[int] | None:
+        """Verify a file that an earlier run finished; None if there is none or it is damaged.
+
+        Args:
+            name: of the file.
+            header: the bytes it must begin with.
+            lengths: of each tensor, the bytes that are summed and the bytes it takes.
+        """
+        noted = self.journal.finished(name)
+        path = self.journal.partial / name
+        if noted is None or len(noted) != len(lengths):
+            return None
+        if path.stat().st_size != len(header) + sum(stored for _, stored in lengths):
+            return None
+        start = np.empty(len(header), np.uint8)
+        read_range(path, 0, start)
+        if start.tobytes() != header:
+            return None
+        advance, before = self._step(name), self.done
+        advance(len(header))
+        at, buffer = len(header), np.empty(max((n for n, _ in lengths), default=0), np.uint8)
+        for (nbytes, stored), checksum in zip(lengths, noted, strict=True):
+            read_range(path, at, buffer[:nbytes])
+            if bytes_checksum(buffer[:nbytes]) != checksum:
+                self.done = before
+                return None
+            at += stored
+            advance(stored)
+        self.kept += 1
+        return noted
+
+    def _write_dense(self) -> list[int]:
+        advance = self._step(DENSE_NAME)
+        advance(len(dense_header(self.plan.tensors)))
+        path = self.journal.partial / DENSE_NAME
+        checksums = write_dense_file(path, self.plan.tensors, self._load_dense, advance)
+        self.journal.finish(DENSE_NAME, checksums)
+        return checksums
+
+    def _load_dense(self, tensor: DenseTensor) -> Bytes:
+        entry = self.plan.source.entry(tensor.name)
+        source = FLOAT_FORMATS[entry.dtype]
+        if tensor.kind == "matrix":
+            out = np.empty(tensor.nbytes, np.uint8)
+            rows, cols = tensor.shape
+            pack_range(
+                entry.path,
+                entry.offset,
+                (rows, cols),
+                source,
+                tensor.format,
+                tensor.group,
+                out,
+                tensor.name,
+            )
+            return out
+        if tensor.kind == "vector":
+            return self.plan.source.load_vector(tensor.name).view(np.uint8)
+        out = np.empty(entry.nbytes, np.uint8)
+        read_range(entry.path, entry.offset, out)
+        check_finite(out, source, tensor.name, entry.path)
+        return out
+
+    def _records(self, layer: int) -> list[int]:
+        """Write a layer's file unless it is there; return its checksums."""
+        plan = self.plan
+        assert plan.layout is not None, "a layer with experts has a record layout"
+        name, record_bytes = expert_file_name(layer), plan.layout.record_bytes
+        header = expert_header(layer, plan.num_experts, record_bytes)
+        kept = self._reuse(name, header, [(record_bytes, record_bytes)] * plan.num_experts)
+        if kept is not None:
+            return kept
+        advance = self._step(name)
+        advance(len(header))
+        checksums = write_expert_file(
+            self.journal.partial / name,
+            layer,
+            plan.num_experts,
+            record_bytes,
+            self._pack_records(layer),
+            advance,
+        )
+        self.journal.finish(name, checksums)
+        return checksums
+
+    def _pack_records(self, layer: int) -> Iterator[Bytes]:
+        """Pack a layer's experts in id order, reading a few ahead of the packing."""
+        experts = self.plan.source.experts[layer]
+        for values in _read_ahead(experts[e] for e in range(self.plan.num_experts)):
+            yield self._pack_record(values)
+
+    def _pack_record(self, values: Sequence[tuple[TensorEntry, Bytes]]) -> Bytes:
+        layout = self.plan.layout
+        assert layout is not None, "a layer with experts has a record layout"
+        record = np.zeros(layout.record_bytes, np.uint8)
+        for matrix, (entry, data) in zip(layout.matrices, values, strict=True):
+            source = FLOAT_FORMATS[entry.dtype]
+            shape = (matrix.rows, matrix.cols)
+            packed = pack_values(
+                data, shape, source, matrix.format, matrix.group, entry.name, entry.path
+            )
+            record[matrix.offset : matrix.offset + matrix.nbytes] = packed
+        return record
+
+
+def _read_ahead(
+    experts: Iterable[Mapping[str, TensorEntry]],
+) -> Iterator[list[tuple[TensorEntry, Bytes]]]:
+    """Yield gate, up and down of each expert, reading a few experts ahead of the consumer."""
+    with ThreadPoolExecutor(1, "convert-read") as reader:
+        pending: deque[Future[list[tuple[TensorEntry, Bytes]]]] = deque()
+        try:
+            for by_role in experts:
+                pending.append(reader.submit(_read_expert, by_role))
+                if len(pending) > RECORDS_AHEAD:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def _read_expert(by_role: Mapping[str, TensorEntry]) -> list[tuple[TensorEntry, Bytes]]:
+    values = []
+    for entry in (by_role[role] for role in ("gate", "up", "down")):
+        data = np.empty(entry.nbytes, np.uint8)
+        read_range(entry.path, entry.offset, data)
+        values.append((entry, data))
+    return values
