@@ -1,0 +1,227 @@
+"""What a checkpoint is, and whether its bytes are still the ones that were written.
+
+`describe` reads headers only; `verify` reads everything. Prints nothing: the command line draws.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.arrays import Bytes
+from headrace.checkpoint import (
+    Checkpoint,
+    ContainerCheckpoint,
+    HuggingFaceCheckpoint,
+    RecordTable,
+    TensorInfo,
+    open_checkpoint,
+    read_config,
+)
+from headrace.checkpoint.layout import record_name
+from headrace.checkpoint.records import FLOAT_FORMATS
+from headrace.checkpoint.safetensors import TensorEntry
+from headrace.checkpoint.values import bytes_checksum, check_finite, read_range
+from headrace.errors import CheckpointError
+from headrace.models.registry import dense_names, embedding_name, expert_names, load_spec
+from headrace.models.spec import ModelSpec
+
+PIECE_BYTES = 64 << 20
+"""Tensors without a checksum are read in such pieces."""
+
+
+def open_model(path: Path) -> tuple[ModelSpec, Checkpoint]:
+    """Open a checkpoint of any kind together with its spec.
+
+    Raises:
+        CheckpointError, ConfigError, UnsupportedModelError: as `load_spec` and `open_checkpoint`.
+    """
+    spec = load_spec(read_config(path))
+    return spec, open_checkpoint(path, expert_names(spec))
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Summarise a checkpoint as JSON holds it. Every length is in bytes.
+
+    Raises:
+        CheckpointError, ConfigError, UnsupportedModelError: the checkpoint cannot be opened.
+    """
+    spec, checkpoint = open_model(path)
+    records, mtp = checkpoint.records, checkpoint.mtp_records
+    files = sorted(p for p in path.iterdir() if p.is_file())
+    summary: dict[str, Any] = {
+        "path": str(path),
+        "kind": checkpoint.kind,
+        "model_type": spec.model_type,
+        "fingerprint": checkpoint.fingerprint,
+        "num_hidden_layers": spec.num_hidden_layers,
+        "hidden_size": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "tie_word_embeddings": spec.tie_word_embeddings,
+        "dense": _describe_dense(spec, checkpoint),
+        "experts": None if records is None else _describe_records(records),
+        "mtp_layers": [] if mtp is None else list(mtp.layers),
+        "file_bytes": sum(p.stat().st_size for p in files),
+        "files": [{"name": p.name, "bytes": p.stat().st_size} for p in files],
+    }
+    if records is not None and summary["experts"] is not None:
+        active = spec.num_experts_per_tok * len(records.layers)
+        summary["experts"]["num_experts_per_tok"] = spec.num_experts_per_tok
+        summary["experts"]["working_set_bytes"] = active * records.layout.record_bytes
+        summary["experts"]["cold_token_read_bytes"] = active * records.read_bytes
+    if isinstance(checkpoint, ContainerCheckpoint):
+        summary["version"] = checkpoint.manifest["version"]
+        summary["recipe"] = checkpoint.manifest["recipe"]
+        summary["source"] = checkpoint.manifest.get("source")
+    return summary
+
+
+def _describe_dense(spec: ModelSpec, checkpoint: Checkpoint) -> dict[str, Any]:
+    names = set(dense_names(spec)) & set(checkpoint.tensors)
+    embedding = embedding_name(spec)
+    matrices = {n: checkpoint.tensors[n] for n in names if len(checkpoint.tensors[n].shape) == 2}
+    return {
+        "num_tensors": len(names),
+        "bytes": checkpoint.dense_nbytes(names),
+        "matrix_bytes": sum(i.nbytes for n, i in matrices.items() if n != embedding),
+        "embedding_bytes": checkpoint.tensors[embedding].nbytes,
+        "vector_bytes": checkpoint.dense_nbytes(names - set(matrices)),
+        "formats": _count_formats(matrices),
+    }
+
+
+def _count_formats(tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
+    names = (i.format if i.group == 1 else f"{i.format} g{i.group}" for i in tensors.values())
+    return dict(sorted(Counter(names).items()))
+
+
+def _describe_records(table: RecordTable) -> dict[str, Any]:
+    gate = table.layout.gate
+    return {
+        "format": gate.format,
+        "group": gate.group,
+        "in_place": table.repack is not None,
+        "num_layers": len(table.layers),
+        "num_experts": table.num_experts,
+        "num_records": table.num_records,
+        "moe_intermediate_size": gate.rows,
+        "record_bytes": table.layout.record_bytes,
+        "bytes": table.num_records * table.layout.record_bytes,
+    }
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One range of a file that does not hold what it should."""
+
+    file: str
+    tensor: str
+    offset: int
+    message: str
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The outcome of `verify`."""
+
+    num_checked: int
+    checked_bytes: int
+    has_checksums: bool
+    """False in a Hugging Face checkpoint: only the values' being finite could be checked."""
+    damaged: tuple[Damage, ...]
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing was found."""
+        return not self.damaged
+
+
+def verify(path: Path, progress: Callable[[str, int, int], None] = lambda *_: None) -> VerifyReport:
+    """Read every tensor and record and compare it with its checksum.
+
+    Without checksums (a Hugging Face checkpoint) the values are searched for NaN and infinity.
+
+    Args:
+        path: the checkpoint.
+        progress: called with a file name, the bytes done and the bytes in all.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be opened; damage to data is reported, not raised.
+    """
+    _, checkpoint = open_model(path)
+    if isinstance(checkpoint, ContainerCheckpoint):
+        checks = list(_container_ranges(checkpoint))
+    elif isinstance(checkpoint, HuggingFaceCheckpoint):
+        checks = [_Range(e, e.nbytes, None) for e in checkpoint.entries.values()]
+    else:
+        raise CheckpointError(f"no way to verify a {checkpoint.kind}: {path}")
+    checks.sort(key=lambda c: (c.entry.path, c.entry.offset))
+    total, done = sum(c.nbytes for c in checks), 0
+    damaged = []
+    for check in checks:
+        try:
+            check.run()
+        except CheckpointError as error:
+            entry = check.entry
+            damaged.append(Damage(entry.path.name, entry.name, entry.offset, str(error)))
+        done += check.nbytes
+        progress(check.entry.path.name, done, total)
+    has_checksums = isinstance(checkpoint, ContainerCheckpoint)
+    return VerifyReport(len(checks), total, has_checksums, tuple(damaged))
+
+
+@dataclass(frozen=True)
+class _Range:
+    """A tensor to check; `nbytes` is less than the entry's where padding follows."""
+
+    entry: TensorEntry
+    nbytes: int
+    checksum: int | None
+
+    def run(self) -> None:
+        """Read the range; raise CheckpointError if it is damaged."""
+        entry = self.entry
+        if self.checksum is not None:
+            data: Bytes = np.empty(self.nbytes, np.uint8)
+            read_range(entry.path, entry.offset, data)
+            got = bytes_checksum(data)
+            if got != self.checksum:
+                raise CheckpointError(
+                    f"checksum differs: {entry.name}, file {entry.path}\n"
+                    f"expected {self.checksum:016x} for {self.nbytes} bytes at offset "
+                    f"{entry.offset}, got {got:016x}"
+                )
+            return
+        for at in range(0, self.nbytes, PIECE_BYTES):
+            data = np.empty(min(PIECE_BYTES, self.nbytes - at), np.uint8)
+            read_range(entry.path, entry.offset + at, data)
+            format = FLOAT_FORMATS.get(entry.dtype)
+            if format is not None:
+                first = at // (4 if format == "f32" else 2)
+                check_finite(data, format, entry.name, entry.path, first)
+
+
+def _container_ranges(checkpoint: ContainerCheckpoint) -> Iterator[_Range]:
+    for name, entry in checkpoint.entries.items():
+        yield _Range(entry, checkpoint.dense[name].nbytes, checkpoint.dense_checksums[name])
+    for table in (checkpoint.records, checkpoint.mtp_records):
+        if table is None:
+            continue
+        assert table.checksum is not None, "a container has a checksum per record"
+        record_bytes = table.layout.record_bytes
+        for i, layer in enumerate(table.layers):
+            for expert in range(table.num_experts):
+                path = table.files[int(table.file[i, expert, 0])]
+                entry = TensorEntry(
+                    record_name(layer, expert),
+                    "U8",
+                    (record_bytes,),
+                    path,
+                    int(table.offset[i, expert, 0]),
+                    record_bytes,
+                )
+                yield _Range(entry, record_bytes, int(table.checksum[i, expert]))
