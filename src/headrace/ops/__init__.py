@@ -11,6 +11,15 @@ from headrace.ops.elementwise import add, clamp
 from headrace.ops.embedding import embedding
 from headrace.ops.ffn import moe_ffn, swiglu_ffn
 from headrace.ops.linear import linear, linears
+from headrace.ops.machine import (
+    available_isas,
+    isa,
+    num_threads,
+    pool_bytes,
+    pool_trim,
+    set_isa,
+    set_threads,
+)
 from headrace.ops.norm import rms_norm
 from headrace.ops.rope import rope, rope_angles
 from headrace.ops.router import router_topk
@@ -22,18 +31,25 @@ __all__ = [
     "StepRowsLike",
     "add",
     "apply_penalties",
+    "available_isas",
     "clamp",
     "embedding",
+    "isa",
     "kv_write",
     "linear",
     "linears",
     "log_softmax",
     "moe_ffn",
+    "num_threads",
     "paged_attention",
+    "pool_bytes",
+    "pool_trim",
     "rms_norm",
     "rope",
     "rope_angles",
     "router_topk",
     "sample",
+    "set_isa",
+    "set_threads",
     "swiglu_ffn",
 ]
