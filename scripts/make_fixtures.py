@@ -12,6 +12,7 @@ last bits from machine to machine.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 import tempfile
@@ -215,7 +216,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def write_checkpoint(name: str, fixture: Fixture, folder: Path) -> None:
     """Write the weights, and the config in both generations of names."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(**fixture.config)
+    # A deep copy: the library normalises nested objects in place.
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(fixture.config))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     randomize(model, fixture.seed)
     shards = "150KB" if name == "qwen3_moe" else "1GB"
@@ -229,7 +231,7 @@ def write_checkpoint(name: str, fixture: Fixture, folder: Path) -> None:
 
 def load_oracle(folder: Path, changes: dict[str, Any]) -> torch.nn.Module:
     """Load a fixture with transformers, computing in float32."""
-    content = {**json.loads((folder / "config.json").read_text()), **changes}
+    content = {**json.loads((folder / "config.json").read_text()), **copy.deepcopy(changes)}
     content["rope_parameters"] = {
         "rope_theta": content.pop("rope_theta"),
         "rope_type": "default",
