@@ -38,9 +38,10 @@ class Embedding:
 
     def __call__(self, ids: Int32) -> Float32:
         """Look up ids [T]."""
-        if self.table is not None:
-            return self.table(ids)
-        return ops.embedding(ids, self.tied)
+        if self.tied is not None:
+            return ops.embedding(ids, self.tied)
+        assert self.table is not None, "neither a tied nor an own table"
+        return self.table(ids)
 
 
 class Head:

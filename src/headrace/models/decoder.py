@@ -12,6 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import ClassVar, TypeAlias
 
+import numpy as np
+
 from headrace.arrays import Float32, Int32
 from headrace.checkpoint import Checkpoint
 from headrace.experts import ExpertStore
@@ -106,6 +108,8 @@ class Decoder(ABC):
         angles = self.rotary(rows.positions)  # cos and sin, [T, Dh / 2] each
         for layer in self.layers:
             x = layer(x, angles, rows, kv, experts)  # [T, D]
+        if not len(logits_rows):  # a chunk in the middle of a prompt
+            return np.empty((0, self.spec.vocab_size), np.float32)
         return self.head(x[logits_rows])
 
     def make_state(self, num_pages: int, dtype: str) -> KVPool:

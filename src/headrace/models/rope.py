@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from headrace.arrays import Float32
 from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.models.fields import ConfigFields
+
+Float64: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -47,15 +50,15 @@ class Rope:
         return rules[self.kind](self, plain).astype(np.float32)
 
 
-def _default(rope: Rope, plain: np.ndarray) -> np.ndarray:
+def _default(rope: Rope, plain: Float64) -> Float64:
     return plain
 
 
-def _linear(rope: Rope, plain: np.ndarray) -> np.ndarray:
+def _linear(rope: Rope, plain: Float64) -> Float64:
     return plain / rope.factor
 
 
-def _yarn(rope: Rope, plain: np.ndarray) -> np.ndarray:
+def _yarn(rope: Rope, plain: Float64) -> Float64:
     """Keep fast dimensions, stretch slow ones, ramp between (YaRN, section 3.2)."""
     dim = 2 * plain.size
 
@@ -73,15 +76,15 @@ def _yarn(rope: Rope, plain: np.ndarray) -> np.ndarray:
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001
-    ramp = np.clip((np.arange(plain.size) - low) / (high - low), 0, 1)
+    ramp: Float64 = np.clip((np.arange(plain.size) - low) / (high - low), 0, 1)
     return plain * (1 - ramp) + plain / rope.factor * ramp
 
 
-def _llama3(rope: Rope, plain: np.ndarray) -> np.ndarray:
+def _llama3(rope: Rope, plain: Float64) -> Float64:
     """Stretch wavelengths above the original context / slow, keep those below it / fast."""
     wavelength = 2 * math.pi / plain
-    smooth = (rope.original_context / wavelength - rope.slow) / (rope.fast - rope.slow)
-    smooth = np.clip(smooth, 0, 1)
+    turns = rope.original_context / wavelength
+    smooth: Float64 = np.clip((turns - rope.slow) / (rope.fast - rope.slow), 0, 1)
     return (1 - smooth) * plain / rope.factor + smooth * plain
 
 
