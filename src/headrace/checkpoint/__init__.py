@@ -1,16 +1,19 @@
 """Checkpoints: what a model's files hold and where, checked at the door. Loads no model."""
 
 from pathlib import Path
+from typing import Any
 
+from headrace.checkpoint import base
 from headrace.checkpoint.base import (
     Checkpoint,
     EmbeddingTable,
     Matrix,
     TensorInfo,
-    read_config,
     read_generation_config,
 )
 from headrace.checkpoint.container import ContainerCheckpoint, is_container
+from headrace.checkpoint.gguf import GgufCheckpoint, config_from_metadata
+from headrace.checkpoint.gguf_header import read_header
 from headrace.checkpoint.huggingface import HuggingFaceCheckpoint
 from headrace.checkpoint.records import ExpertNames, MatrixLayout, RecordLayout, RecordTable
 from headrace.errors import CheckpointError
@@ -20,6 +23,7 @@ __all__ = [
     "ContainerCheckpoint",
     "EmbeddingTable",
     "ExpertNames",
+    "GgufCheckpoint",
     "HuggingFaceCheckpoint",
     "Matrix",
     "MatrixLayout",
@@ -32,11 +36,21 @@ __all__ = [
 ]
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """Read what a checkpoint says of its model, as a Hugging Face `config.json` states it.
+
+    Raises:
+        CheckpointError: there is none, or it is malformed.
+        UnsupportedModelError: a GGUF file of a model that has no such config here.
+    """
+    return config_from_metadata(read_header(path)) if path.is_file() else base.read_config(path)
+
+
 def open_checkpoint(path: Path, expert_names: ExpertNames | None) -> Checkpoint:
     """Open a checkpoint and check all of its headers; reads no weights.
 
     Args:
-        path: a container, or the directory of a Hugging Face checkpoint.
+        path: a container, the directory of a Hugging Face checkpoint, or a GGUF file.
         expert_names: how the architecture names its experts; None for a dense model. A container
             does not need it.
 
@@ -46,11 +60,8 @@ def open_checkpoint(path: Path, expert_names: ExpertNames | None) -> Checkpoint:
     """
     if not path.exists():
         raise CheckpointError(f"no such file or directory: {path}")
-    if not path.is_dir():
-        raise CheckpointError(
-            f"not a checkpoint directory: {path}\n"
-            "expected a container or the directory of a Hugging Face checkpoint"
-        )
+    if path.is_file():
+        return GgufCheckpoint(path)
     if is_container(path):
         return ContainerCheckpoint(path)
     return HuggingFaceCheckpoint(path, expert_names)

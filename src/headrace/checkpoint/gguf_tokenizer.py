@@ -1,0 +1,167 @@
+"""Rebuilds a tokenizer from a GGUF file: vocabulary and merges are in it, the pre-tokenizer by
+name.
+
+The result is the text of a Hugging Face `tokenizer.json`, so that one tokenizer serves every kind
+of checkpoint. Byte-level BPE vocabularies (`gpt2`) only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.checkpoint.gguf_header import GgufHeader
+from headrace.errors import CheckpointError, UnsupportedModelError
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+# GGUF stores the name of a pre-tokenizer, not its rule. Each rule is the one in the
+# `tokenizer.json` of the models that carry the name.
+PRE_TOKENIZERS: Mapping[str, list[dict[str, Any]]] = {
+    "smollm": [
+        {"type": "Digits", "individual_digits": True},
+        {**_BYTE_LEVEL, "use_regex": True},
+    ],
+    "gpt-2": [{**_BYTE_LEVEL, "use_regex": True}],
+    "llama-bpe": [
+        _split(
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+            r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        ),
+        {**_BYTE_LEVEL, "use_regex": False},
+    ],
+}
+# In a llama-bpe vocabulary a piece that is itself a token is taken whole, before any merge.
+_IGNORE_MERGES = frozenset({"llama-bpe"})
+
+
+def tokenizer_json(header: GgufHeader) -> str:
+    """The text of the `tokenizer.json` that this vocabulary came from.
+
+    Raises:
+        CheckpointError: vocabulary, types or merges are missing or inconsistent.
+        UnsupportedModelError: another kind of vocabulary, or an unknown pre-tokenizer.
+    """
+    metadata = header.metadata
+    model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    if model != "gpt2" or not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
+        raise UnsupportedModelError(
+            f"GGUF tokenizer {model!r} with pre-tokenizer {pre!r} is not supported: {header.path}\n"
+            f"expected 'gpt2' with {', '.join(map(repr, PRE_TOKENIZERS))}"
+        )
+    tokens = _strings(header, "tokenizer.ggml.tokens")
+    merges = _strings(header, "tokenizer.ggml.merges")
+    types = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise CheckpointError(
+            f"GGUF vocabulary is inconsistent: {header.path}\n"
+            f"expected a type for each of {len(tokens)} tokens"
+        )
+    vocab = {token: i for i, token in enumerate(tokens)}
+    if len(vocab) != len(tokens):
+        raise CheckpointError(
+            f"GGUF vocabulary has {len(tokens) - len(vocab)} tokens twice: {header.path}"
+        )
+    return json.dumps(
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": _added_tokens(tokens, types),
+            "normalizer": None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[pre]},
+            "post_processor": _post_processor(header, tokens),
+            "decoder": {**_BYTE_LEVEL, "use_regex": True},
+            "model": {
+                "type": "BPE",
+                "dropout": None,
+                "unk_token": None,
+                "continuing_subword_prefix": None,
+                "end_of_word_suffix": None,
+                "fuse_unk": False,
+                "byte_fallback": False,
+                "ignore_merges": pre in _IGNORE_MERGES,
+                "vocab": vocab,
+                "merges": [_pair(header, merge, vocab) for merge in merges],
+            },
+        }
+    )
+
+
+def tokenizer_config(header: GgufHeader) -> dict[str, Any]:
+    """Special tokens by name and the chat template, as `tokenizer_config.json` has them."""
+    metadata = header.metadata
+    tokens = _strings(header, "tokenizer.ggml.tokens")
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    config: dict[str, Any] = {}
+    for name, key in names.items():
+        token = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token is not None:
+            config[f"{name}_token"] = tokens[_token_id(header, key, len(tokens))]
+    template = metadata.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        config["chat_template"] = template
+    return config
+
+
+def _strings(header: GgufHeader, key: str) -> list[str]:
+    value = header.metadata.get(key)
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise CheckpointError(
+            f"GGUF metadata key `{key}` is missing or no list of texts: {header.path}"
+        )
+    return value
+
+
+def _token_id(header: GgufHeader, key: str, vocab_size: int) -> int:
+    name = f"tokenizer.ggml.{key}_token_id"
+    value = header.metadata.get(name)
+    if not isinstance(value, int) or not 0 <= value < vocab_size:
+        raise CheckpointError(
+            f"GGUF metadata key `{name}` is no token: {header.path}\n"
+            f"expected 0 to {vocab_size - 1}, got {value!r}"
+        )
+    return value
+
+
+def _added_tokens(tokens: list[str], types: list[int]) -> list[dict[str, Any]]:
+    """Control tokens are special; user-defined ones are matched first but shown as text."""
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return [
+        {"id": i, "content": token, **plain, "special": kind != _USER_DEFINED}
+        for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+    ]
+
+
+def _post_processor(header: GgufHeader, tokens: list[str]) -> dict[str, Any] | None:
+    """Put the beginning-of-text token before a plain prompt if the file asks for it."""
+    if not header.metadata.get("tokenizer.ggml.add_bos_token", False):
+        return None
+    token_id = _token_id(header, "bos", len(tokens))
+    bos = {"SpecialToken": {"id": tokens[token_id], "type_id": 0}}
+    text = [{"Sequence": {"id": part, "type_id": i}} for i, part in enumerate("AB")]
+    special = {"id": tokens[token_id], "ids": [token_id], "tokens": [tokens[token_id]]}
+    return {
+        "type": "TemplateProcessing",
+        "single": [bos, text[0]],
+        "pair": [bos, *text],
+        "special_tokens": {tokens[token_id]: special},
+    }
+
+
+def _pair(header: GgufHeader, merge: str, vocab: Mapping[str, int]) -> list[str]:
+    left, _, right = merge.partition(" ")
+    if left not in vocab or right not in vocab or left + right not in vocab:
+        raise CheckpointError(
+            f"GGUF merge {merge[:80]!r} is not made of tokens of the vocabulary: {header.path}"
+        )
+    return [left, right]

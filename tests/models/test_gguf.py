@@ -1,0 +1,214 @@
+"""GGUF files: exact values, the same bits as the Hugging Face checkpoint, and bad files named."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from tiny_gguf import fixture_metadata, fixture_tensors, pack_file, write_fixture
+from tiny_models import make_case, open_model, read_expected, run
+
+from headrace.checkpoint.gguf import GgufCheckpoint, config_from_metadata
+from headrace.checkpoint.gguf_blocks import DEQUANTIZERS, dequantize
+from headrace.checkpoint.gguf_header import BLOCK_TYPES, read_header
+from headrace.errors import CheckpointError, EngineError, UnsupportedModelError
+from headrace.models.registry import load_spec
+
+# Values of a block whose byte i is (37 i + 11) mod 256, with d = 1 and the minimum's factor 0.5
+# written over it; made with the package gguf 0.19. By type: index to value, and the sum of the
+# block.
+GOLDEN: dict[str, tuple[dict[int, float], float]] = {
+    "Q4_0": ({0: -3, 1: 2, 15: -8, 16: -3, 31: 0}, -21),
+    "Q4_1": ({0: 15.5, 1: 4.5, 15: 10.5, 16: 9.5, 31: 12.5}, 261),
+    "Q5_0": ({0: 9, 1: -2, 15: -12, 16: 14, 31: 1}, 15),
+    "Q5_1": ({0: 19.5, 1: 24.5, 15: 30.5, 16: 19.5, 31: 5.5}, 521),
+    "Q8_0": ({0: 85, 1: 122, 15: -128, 16: -91, 31: -48}, -176),
+    "Q4_K": ({0: 315.5, 1: -25.5, 31: 160.5, 32: 8, 63: 40, 64: 420.5, 255: 48.5}, 54440),
+    "Q5_K": ({0: 811.5, 1: -25.5, 16: 811.5, 32: 112, 128: 1047, 255: 108.5}, 116216),
+    "Q6_K": ({0: -1431, 1: 1696, 15: -318, 32: 231, 64: -3040, 128: -351, 255: -60}, 4612),
+}
+FACTORS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208, None)}
+
+
+@pytest.mark.parametrize("name", sorted(GOLDEN))
+def test_blocks_stand_for_these_numbers(name: str) -> None:
+    block = ((37 * np.arange(DEQUANTIZERS[name][0]) + 11) % 256).astype(np.uint8)
+    scale, minimum = FACTORS.get(name, (0, None))
+    block[scale : scale + 2] = (0x00, 0x3C)
+    if minimum is not None:
+        block[minimum : minimum + 2] = (0x00, 0x38)
+    values = dequantize(np.stack([block, block]), name)
+    golden, total = GOLDEN[name]
+    np.testing.assert_array_equal(values[0], values[1])
+    assert {i: float(values[1, i]) for i in golden} == golden
+    assert float(values[1].sum()) == total
+
+
+def test_every_quantised_type_has_a_golden_block() -> None:
+    assert set(GOLDEN) == set(DEQUANTIZERS) - {"F32", "F16", "BF16"}
+
+
+@pytest.mark.parametrize("type", ["F32", "BF16"])
+def test_gguf_gives_the_bits_of_the_hugging_face_checkpoint(tmp_path: Path, type: str) -> None:
+    expected = read_expected("llama", "linear")
+    ids = expected["ids"].tolist()
+    plain, _ = open_model(make_case("llama", "linear", tmp_path / "hf"))
+    model, checkpoint = open_model(write_fixture(tmp_path / "tiny.gguf", type))
+    assert checkpoint.kind == "gguf"
+    found, wanted = run(model, None, ids, [40]), run(plain, None, ids, [40])
+    np.testing.assert_array_equal(found.view(np.uint32), wanted.view(np.uint32))
+
+
+def test_config_is_that_of_the_hugging_face_checkpoint(tmp_path: Path) -> None:
+    folder = make_case("llama", "linear", tmp_path / "hf")
+    spec = load_spec(json.loads((folder / "config.json").read_text()))
+    config = config_from_metadata(read_header(write_fixture(tmp_path / "tiny.gguf")))
+    assert {**vars(load_spec(config)), "rms_norm_eps": 1e-5} == vars(spec)
+    assert config["rms_norm_eps"] == pytest.approx(1e-5, rel=1e-7)
+
+
+def test_tokenizer_is_rebuilt(tmp_path: Path) -> None:
+    checkpoint = GgufCheckpoint(write_fixture(tmp_path / "tiny.gguf"))
+    tokenizer = tokenizers.Tokenizer.from_str(checkpoint.tokenizer_json())
+    assert tokenizer.encode("abcab</s>c").tokens == ["abc", "ab", "</s>", "c"]
+    assert tokenizer.decode([tokenizer.token_to_id("abc")]) == "abc"
+    assert checkpoint.tokenizer_config() == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def test_a_bos_token_is_added_where_the_file_says_so(tmp_path: Path) -> None:
+    path = write_fixture(tmp_path / "tiny.gguf", tokenizer__ggml__add_bos_token=True)
+    tokenizer = tokenizers.Tokenizer.from_str(GgufCheckpoint(path).tokenizer_json())
+    assert tokenizer.encode("ab").tokens == ["<s>", "ab"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"general__architecture": "mamba"}, "'mamba' with 0 experts"),
+        ({"llama__expert_count": 8}, "'llama' with 8 experts"),
+        ({"llama__attention__sliding_window": 64}, "`llama.attention.sliding_window`"),
+        ({"llama__rope__dimension_count": 6}, "`llama.rope.dimension_count: 6`"),
+        ({"split__count": 2}, "2 GGUF files"),
+    ],
+)
+def test_what_is_not_supported_is_named(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        GgufCheckpoint(write_fixture(tmp_path / "tiny.gguf", **changes))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"tokenizer__ggml__pre": "x"}, {"tokenizer__ggml__model": "t5"}]
+)
+def test_an_unknown_tokenizer_is_named(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"'gpt2' with pre-tokenizer 'x'|'t5' with pre-tokenizer 'smollm'",
+    ):
+        GgufCheckpoint(write_fixture(tmp_path / "tiny.gguf", **changes)).tokenizer_json()
+
+
+def replace(raw: bytes, at: int, new: bytes) -> bytes:
+    return raw[:at] + new + raw[at + len(new) :]
+
+
+def u64(value: int) -> bytes:
+    return struct.pack("<Q", value)
+
+
+FILE = pack_file({"general.architecture": "llama"}, {"a": ("F32", [2, 8], bytes(64))})
+NAME_AT = FILE.index(u64(1) + b"a")
+
+
+@pytest.mark.parametrize(
+    ("raw", "error", "words"),
+    [
+        (b"", CheckpointError, "at least 4 bytes"),
+        (replace(FILE, 0, b"PK\3\4"), CheckpointError, "not a GGUF file"),
+        (replace(FILE, 4, b"\1"), UnsupportedModelError, "version 1"),
+        (replace(FILE, 4, b"\0\0\0\3"), UnsupportedModelError, "big-endian"),
+        (replace(FILE, 8, u64(2**60)), CheckpointError, f"at most .*, got {2**60}"),
+        (replace(FILE, 16, u64(2**63)), CheckpointError, "impossible number of metadata fields"),
+        (replace(FILE, 24, u64(2**62)), CheckpointError, f"expected {2**62} bytes at offset 32"),
+        (replace(FILE, 52, b"\x63"), CheckpointError, r"has an unknown type.*\ngot type 99"),
+        (replace(FILE, NAME_AT + 9, b"\5"), CheckpointError, "expected 1 to 4, got 5"),
+        (replace(FILE, NAME_AT + 13, u64(0)), CheckpointError, "impossible shape"),
+        (replace(FILE, NAME_AT + 13, u64(2**61)), CheckpointError, "'a' ends past the file"),
+        (replace(FILE, NAME_AT + 29, b"\x4d"), UnsupportedModelError, "'a' has an unknown type"),
+        (
+            replace(FILE, NAME_AT + 29, b"\2"),
+            CheckpointError,
+            "Q4_0, whose rows are multiples of 32",
+        ),
+        (replace(FILE, NAME_AT + 33, u64(8)), CheckpointError, "multiple of 32, got 8"),
+        (replace(FILE, NAME_AT + 33, u64(2**40)), CheckpointError, "ends past the file"),
+        (replace(FILE, NAME_AT + 8, b"\xff"), CheckpointError, "not UTF-8"),
+        (FILE[:-1], CheckpointError, "expected 64 bytes at offset"),
+    ],
+)
+def test_a_damaged_header_is_refused_with_place_and_numbers(
+    tmp_path: Path, raw: bytes, error: type[EngineError], words: str
+) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(raw)
+    with pytest.raises(error, match=words):
+        read_header(path)
+
+
+def test_overlap_and_repetition(tmp_path: Path) -> None:
+    tensor = ("F32", [2, 8], bytes(64))
+    raw = pack_file({"general.architecture": "llama"}, {"a": tensor, "b": tensor})
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(raw.replace(u64(64), u64(32)))
+    with pytest.raises(CheckpointError, match="'a' and 'b' overlap"):
+        read_header(path)
+    path.write_bytes(raw.replace(u64(1) + b"b", u64(1) + b"a"))
+    with pytest.raises(CheckpointError, match="'a' appears twice"):
+        read_header(path)
+
+
+def test_a_nan_scale_names_tensor_and_index(tmp_path: Path) -> None:
+    tensors = fixture_tensors("F32")
+    type, shape, raw = tensors["blk.1.ffn_up.weight"]
+    at = 4 * (shape[1] * 3 + 5)
+    tensors["blk.1.ffn_up.weight"] = (type, shape, replace(raw, at, struct.pack("<f", np.nan)))
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(pack_file(fixture_metadata(), tensors))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        open_model(path)
+
+
+def test_no_damage_goes_unnamed(tmp_path: Path) -> None:
+    """Truncated anywhere in the header or with bytes changed, a file gives a result or an error
+    of ours."""
+    good = write_fixture(tmp_path / "good.gguf").read_bytes()
+    header = read_header(tmp_path / "good.gguf").header_bytes
+    random = np.random.RandomState(0)
+    path = tmp_path / "bad.gguf"
+    num_refused = 0
+    for _ in range(400):
+        if random.randint(2):
+            raw = good[: random.randint(header)]
+        else:
+            raw = bytearray(good)
+            for at in random.randint(0, header, size=random.randint(1, 4)):
+                raw[at] = random.randint(256)
+        path.write_bytes(raw)
+        try:
+            checkpoint = GgufCheckpoint(path)
+            checkpoint.tokenizer_json()
+            load_spec(checkpoint.config)
+        except EngineError:
+            num_refused += 1
+    assert num_refused > 200
+
+
+def test_block_sizes_agree_with_the_dequantizers() -> None:
+    sizes = {type.name: type.nbytes for type in BLOCK_TYPES.values()}
+    assert {name: size for name, (size, _) in DEQUANTIZERS.items()} == {
+        name: sizes[name] for name in DEQUANTIZERS
+    }
