@@ -136,6 +136,13 @@ void bind_matrices(nb::module_& m) {
              new (self) PackedMatrix(make_matrix(std::move(data), format, rows, cols, group));
            },
            "data"_a, "format"_a, "rows"_a, "cols"_a, "group"_a = 1)
+      .def_prop_ro("data",
+                   [](nb::handle self) {
+                     const auto& matrix = nb::cast<const PackedMatrix&>(self);
+                     const size_t shape[1] = {static_cast<size_t>(matrix.view.nbytes())};
+                     return nb::ndarray<nb::numpy, const uint8_t>(
+                         reinterpret_cast<const uint8_t*>(matrix.view.data), 1, shape, self);
+                   })
       .def_prop_ro("rows", [](const PackedMatrix& m) { return m.view.rows; })
       .def_prop_ro("cols", [](const PackedMatrix& m) { return m.view.cols; })
       .def_prop_ro("format", [](const PackedMatrix& m) { return format_name(m.view.format); })

@@ -1,4 +1,4 @@
-"""Typed face of the native module. The first part is native/bind/bind_ops.cpp, the second bind_store.cpp."""
+"""Typed face of the native module: first what bind_ops.cpp gives, then bind_store.cpp."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -30,6 +30,8 @@ def aligned_empty(num_bytes: int) -> Bytes: ...
 
 class Matrix:
     def __init__(self, data: Bytes, format: str, rows: int, cols: int, group: int = 1) -> None: ...
+    @property
+    def data(self) -> Bytes: ...
     @property
     def rows(self) -> int: ...
     @property

@@ -1,9 +1,8 @@
 """Every arithmetic step of a model, as functions over NumPy arrays.
 
-One module per family of ops; each op is one call into the native kernels and has a plain NumPy version
-of the same name and signature in `reference.py`, which is its specification and equals it to the bit.
-An op knows nothing of models, checkpoints or where an expert's bytes come from.
-"""
+One module per family of ops; each op is one call into the native kernels and has a plain NumPy
+version of the same name and signature in `reference.py`, which is its specification and equals it
+to the bit. An op knows nothing of models, checkpoints or where an expert's bytes come from."""
 
 from headrace._core import KVPool, Matrix
 from headrace.ops.attention import StepRowsLike, kv_write, paged_attention

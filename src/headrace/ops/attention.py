@@ -43,9 +43,10 @@ def paged_attention(
 ) -> Float32:
     """Attend from each row to positions 0..position of its own sequence.
 
-    Head h reads kv head h // (H/K). Pages in ascending order; in a page the scores are chains over the
-    head's dims, then maximum, exponentials, tree sum, and a chain over the values; pages join by online
-    softmax. So the bits do not depend on the other rows, on chunking or on batching.
+    Head h reads kv head h // (H/K). Pages in ascending order; in a page the scores are chains
+    over the head's dims, then maximum, exponentials, tree sum, and a chain over the values; pages
+    join by online softmax. So the bits do not depend on the other rows, on chunking or on
+    batching.
 
     Args:
         q: [T, H, Dh] float32; H a multiple of the pool's K.
@@ -61,7 +62,7 @@ def paged_attention(
         ShapeError: a shape differs, or a row points outside its pages.
 
     Source:
-        Vaswani et al., Attention Is All You Need, equation 1; Ainslie et al., GQA; online softmax as in
-        Milakov and Gimelshein, arXiv 1805.02867.
+        Vaswani et al., Attention Is All You Need, equation 1; Ainslie et al., GQA; online softmax
+        as in Milakov and Gimelshein, arXiv 1805.02867.
     """
     return _core.paged_attention(q, pool, layer, rows, scale)

@@ -12,9 +12,10 @@ def embedding(ids: Int32, table: _core.Matrix | npt.NDArray[Any]) -> Float32:
     """Look up the row of each token.
 
     Args:
-        ids: [T] int32.
-        table: a packed matrix [V, D] (a head that the model ties to its embedding: the token's output
-            is read back as real values), or rows [V, D] of float32, float16, or uint16 holding bfloat16.
+        ids: [T] int32. table: a packed matrix [V, D] (a head that the model ties to its
+        embedding: the token's output
+            is read back as real values), or rows [V, D] of float32, float16, or uint16 holding
+            bfloat16.
 
     Returns:
         [T, D] float32, exact.

@@ -1,4 +1,4 @@
-"""Gated feed-forward networks: resident ones, and mixtures of experts that arrive record by record."""
+"""Gated feed-forward networks: resident ones, and mixtures whose experts arrive one by one."""
 
 from headrace import _core
 from headrace.arrays import Float32, Int32
@@ -29,8 +29,9 @@ def swiglu_ffn(x: Float32, gate: _core.Matrix, up: _core.Matrix, down: _core.Mat
 def moe_ffn(x: Float32, ids: Int32, weights: Float32, lease: _core.RecordFeed) -> Float32:
     """Mix the chosen experts of every token, computing records in the order in which they arrive.
 
-    Each expert is a SwiGLU network. Contributions are kept apart until all are there, then added by one
-    fused multiply-add each in ascending expert id, starting from 0; the order of arrival cannot show.
+    Each expert is a SwiGLU network. Contributions are kept apart until all are there, then added
+    by one fused multiply-add each in ascending expert id, starting from 0; the order of arrival
+    cannot show.
 
     Args:
         x: [T, D] float32.

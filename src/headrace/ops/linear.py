@@ -9,9 +9,9 @@ from headrace.arrays import Float32
 def linear(x: Float32, w: _core.Matrix) -> Float32:
     """Multiply rows by a packed matrix: x W^T.
 
-    Quantised weights meet inputs quantised per row and group to int8 (scale amax / 127, half to even);
-    integer dots are exact and groups join by one fused multiply-add each, in ascending order. Floating
-    weights: one fused chain over ascending inputs per output.
+    Quantised weights meet inputs quantised per row and group to int8 (scale amax / 127, half to
+    even); integer dots are exact and groups join by one fused multiply-add each, in ascending
+    order. Floating weights: one fused chain over ascending inputs per output.
 
     Args:
         x: [T, K] float32.

@@ -9,8 +9,8 @@ def rope_angles(
 ) -> tuple[Float32, Float32]:
     """Tabulate cos and sin of position times frequency.
 
-    The angle is a float32 product; cos and sin are computed in double precision by our own reduction and
-    series, rounded to float32, then multiplied by the factor.
+    The angle is a float32 product; cos and sin are computed in double precision by our own
+    reduction and series, rounded to float32, then multiplied by the factor.
 
     Args:
         positions: [T] int32.

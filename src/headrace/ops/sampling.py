@@ -16,10 +16,10 @@ def sample(
 ) -> int:
     """Draw a token: temperature, then top-k, then min-p, then top-p.
 
-    p = exp((logit - max) / temperature). top_k keeps the k largest, min_p those with p at least min_p
-    times the largest, top_p the smallest set of the largest that reaches top_p of what is left. The draw
-    walks what is kept in ascending id with float64 sums. Its random number is a function of (seed,
-    position) alone, so a token does not depend on what else runs.
+    p = exp((logit - max) / temperature). top_k keeps the k largest, min_p those with p at least
+    min_p times the largest, top_p the smallest set of the largest that reaches top_p of what is
+    left. The draw walks what is kept in ascending id with float64 sums. Its random number is a
+    function of (seed, position) alone, so a token does not depend on what else runs.
 
     Args:
         logits: [V] float32; -inf marks a forbidden token.
@@ -92,7 +92,8 @@ def apply_penalties(
         ShapeError: an id is outside 0..V-1, the lengths differ, or repetition is not above 0.
 
     Source:
-        Keskar et al., CTRL, section 4.1 (repetition); the OpenAI API reference (presence, frequency).
+        Keskar et al., CTRL, section 4.1 (repetition); the OpenAI API reference (presence,
+        frequency).
     """
     return _core.apply_penalties(
         logits, ids, counts, repetition=repetition, presence=presence, frequency=frequency

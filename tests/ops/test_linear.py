@@ -1,0 +1,148 @@
+"""Products with packed matrices: every format, odd tails, every machine, equal to the reference."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace import _core, ops
+from headrace.errors import NumericError, ShapeError
+from headrace.ops import reference
+
+from .conftest import FORMATS, assert_same_bits, make_matrix
+
+Everywhere = Callable[[Callable[[], Any]], list[Any]]
+
+
+@pytest.mark.parametrize(("format", "group"), FORMATS)
+@pytest.mark.parametrize("shape", [(1, 1), (16, 64), (37, 97), (130, 160)])
+@pytest.mark.parametrize("num_rows", [1, 2, 13])
+def test_equals_reference_everywhere(
+    rng: np.random.Generator,
+    everywhere: Everywhere,
+    format: str,
+    group: int,
+    shape: tuple[int, int],
+    num_rows: int,
+) -> None:
+    w = make_matrix(rng.standard_normal(shape).astype(np.float32), format, group)
+    x = rng.standard_normal((num_rows, shape[1])).astype(np.float32)
+    x[0, : shape[1] // 2] = 0.0  # a group of zeros
+    expected = reference.linear(x, w)
+    for got in everywhere(lambda: ops.linear(x, w)):
+        assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize(("format", "group"), FORMATS)
+def test_a_row_does_not_depend_on_its_neighbours(
+    rng: np.random.Generator, everywhere: Everywhere, format: str, group: int
+) -> None:
+    w = make_matrix(rng.standard_normal((83, 200)).astype(np.float32), format, group)
+    x = rng.standard_normal((21, 200)).astype(np.float32)
+    expected = np.concatenate([ops.linear(row[None], w) for row in x])
+    for count in range(1, 22):
+        for got in everywhere(lambda: ops.linear(x[:count], w)):  # noqa: B023
+            assert_same_bits(got, expected[:count])
+
+
+@pytest.mark.parametrize("format", ["q8", "q4", "mxfp4"])
+def test_extreme_codes(everywhere: Everywhere, format: str) -> None:
+    """The largest integers that can meet: no instruction set may saturate or overflow."""
+    w = np.zeros((16, 64), np.float32)
+    w[::2], w[1::2] = 8.0, -8.0
+    matrix = make_matrix(w, format, 32)
+    x = np.ones((2, 64), np.float32)
+    x[1, ::2] = -1.0
+    expected = reference.linear(x, matrix)
+    for got in everywhere(lambda: ops.linear(x, matrix)):
+        assert_same_bits(got, expected)
+
+
+def test_q8_code_minus_128(everywhere: Everywhere, rng: np.random.Generator) -> None:
+    """Our quantiser never makes it, but foreign 8-bit weights may hold it."""
+    packed = _core.aligned_empty(_core.packed_bytes("q8", 16, 32, 32))
+    packed[:512] = 0x80
+    packed[512:] = np.full(16, 0.5, np.float16).view(np.uint8)
+    matrix = _core.Matrix(packed, "q8", 16, 32, 32)
+    x = rng.standard_normal((3, 32)).astype(np.float32)
+    expected = reference.linear(x, matrix)
+    for got in everywhere(lambda: ops.linear(x, matrix)):
+        assert_same_bits(got, expected)
+
+
+def test_every_e8m0_scale(everywhere: Everywhere, rng: np.random.Generator) -> None:
+    packed = _core.aligned_empty(_core.packed_bytes("mxfp4", 16, 32 * 16, 32))
+    groups = packed.reshape(16, 272)
+    groups[:, :256] = rng.integers(0, 256, (16, 256), dtype=np.uint8)
+    for start in (0, 254 - 15):  # the subnormal end and the large end
+        groups[:, 256:] = start + np.arange(16, dtype=np.uint8)[:, None]
+        matrix = _core.Matrix(packed, "mxfp4", 16, 512, 32)
+        x = rng.standard_normal((2, 512)).astype(np.float32) * np.float32(0.01)
+        with np.errstate(over="ignore", invalid="ignore"):
+            expected = reference.linear(x, matrix)
+        for got in everywhere(lambda: ops.linear(x, matrix)):  # noqa: B023
+            assert_same_bits(got, expected)
+
+
+def test_tiny_activations(everywhere: Everywhere, rng: np.random.Generator) -> None:
+    matrix = make_matrix(rng.standard_normal((16, 96)).astype(np.float32), "q8", 32)
+    x = np.full((1, 96), 1e-30, np.float32)
+    x[0, 32:64] = 1e-37  # below the least amax: counts as zero
+    x[0, 64:] = 1e-45
+    expected = reference.linear(x, matrix)
+    for got in everywhere(lambda: ops.linear(x, matrix)):
+        assert_same_bits(got, expected)
+
+
+def test_linears_equal_linear(everywhere: Everywhere, rng: np.random.Generator) -> None:
+    x = rng.standard_normal((5, 128)).astype(np.float32)
+    matrices = [
+        make_matrix(rng.standard_normal((40, 128)).astype(np.float32), format, group)
+        for format, group in FORMATS
+    ]
+    expected = [ops.linear(x, w) for w in matrices]
+    for got in everywhere(lambda: ops.linears(x, matrices)):
+        assert len(got) == len(expected)
+        for a, b in zip(got, expected, strict=True):
+            assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("format", ["q8", "q4", "mxfp4"])
+def test_not_finite_input_is_an_error(everywhere: Everywhere, format: str, bad: float) -> None:
+    matrix = make_matrix(np.ones((16, 70), np.float32), format, 32)
+    x = np.ones((6, 70), np.float32)
+    x[4, 69] = bad
+
+    def call() -> None:
+        with pytest.raises(NumericError, match="row 4"):
+            ops.linear(x, matrix)
+
+    everywhere(call)
+
+
+def test_refused_arguments() -> None:
+    w = make_matrix(np.ones((16, 32), np.float32), "q8", 32)
+    x = np.ones((2, 32), np.float32)
+    with pytest.raises(ShapeError, match="expected 32 inputs per row, got 16"):
+        ops.linear(np.ones((2, 16), np.float32), w)
+    with pytest.raises(ShapeError, match="dtype float32"):
+        ops.linear(x.astype(np.float64), w)
+    with pytest.raises(ShapeError, match="C order"):
+        ops.linear(np.ones((2, 64), np.float32)[:, ::2], w)
+    with pytest.raises(ShapeError, match="shape"):
+        ops.linear(x[0], w)
+    assert ops.linear(x[:0], w).shape == (0, 16)
+
+
+@pytest.mark.parametrize(("format", "group"), FORMATS)
+def test_quantised_product_is_near_the_real_one(
+    rng: np.random.Generator, format: str, group: int
+) -> None:
+    """The contract is a good approximation: errors as the codes' step sizes explain them."""
+    w = make_matrix(rng.standard_normal((64, 512)).astype(np.float32), format, group)
+    x = rng.standard_normal((4, 512)).astype(np.float32)
+    exact = x.astype(np.float64) @ _core.unpack(w).astype(np.float64).T
+    error = np.abs(ops.linear(x, w) - exact).max() / np.abs(exact).std()
+    assert error < (1e-5 if format in ("f32", "f16", "bf16") else 0.05)
