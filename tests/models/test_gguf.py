@@ -127,8 +127,8 @@ NAME_AT = FILE.index(u64(1) + b"a")
 @pytest.mark.parametrize(
     ("raw", "error", "words"),
     [
-        (b"", CheckpointError, "at least 4 bytes"),
-        (replace(FILE, 0, b"PK\3\4"), CheckpointError, "not a GGUF file"),
+        (b"", CheckpointError, "or a GGUF file, got 0 bytes"),
+        (replace(FILE, 0, b"PK\3\4"), CheckpointError, r"begins with b'GGUF', got b'PK"),
         (replace(FILE, 4, b"\1"), UnsupportedModelError, "version 1"),
         (replace(FILE, 4, b"\0\0\0\3"), UnsupportedModelError, "big-endian"),
         (replace(FILE, 8, u64(2**60)), CheckpointError, f"at most .*, got {2**60}"),

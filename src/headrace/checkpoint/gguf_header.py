@@ -127,7 +127,10 @@ def read_header(path: Path) -> GgufHeader:
         with path.open("rb") as file:
             file_bytes = path.stat().st_size
             if file_bytes < len(MAGIC):
-                raise CheckpointError(f"not a GGUF file: {path}\nexpected at least 4 bytes")
+                raise CheckpointError(
+                    f"not a checkpoint: {path}\n"
+                    f"expected a directory or a GGUF file, got {file_bytes} bytes"
+                )
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
                 return _Parser(path, view, file_bytes).parse()
     except OSError as error:
@@ -146,8 +149,9 @@ class _Parser:
     def parse(self) -> GgufHeader:
         if self.take(4, "the magic") != MAGIC:
             raise CheckpointError(
-                f"not a GGUF file: {self.path}\n"
-                f"expected {MAGIC!r} at offset 0, got {self.view[:4]!r}"
+                f"not a checkpoint: {self.path}\n"
+                f"expected a directory or a GGUF file, which begins with {MAGIC!r}, "
+                f"got {self.view[:4]!r}"
             )
         self.check_version()
         num_tensors = self.count("tensors", least_bytes=24)
