@@ -51,7 +51,7 @@ def describe(path: Path) -> dict[str, Any]:
     """
     spec, checkpoint = open_model(path)
     records, mtp = checkpoint.records, checkpoint.mtp_records
-    files = sorted(p for p in path.iterdir() if p.is_file())
+    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
     summary: dict[str, Any] = {
         "path": str(path),
         "kind": checkpoint.kind,

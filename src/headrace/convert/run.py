@@ -4,7 +4,6 @@ Order: check the source, check the space, dense file, one file per layer, the sm
 rename. Every step can be repeated; `journal.py` says what was done before.
 """
 
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from headrace.arrays import Bytes
-from headrace.checkpoint.container import ContainerCheckpoint, is_container
+from headrace.checkpoint.journal import Journal, is_published
 from headrace.checkpoint.layout import (
     DENSE_NAME,
     FORMAT_VERSION,
@@ -29,7 +28,6 @@ from headrace.checkpoint.layout import (
 from headrace.checkpoint.records import FLOAT_FORMATS
 from headrace.checkpoint.safetensors import TensorEntry
 from headrace.checkpoint.values import (
-    bytes_checksum,
     check_finite,
     pack_range,
     pack_values,
@@ -40,9 +38,8 @@ from headrace.checkpoint.writer import (
     write_dense_file,
     write_expert_file,
 )
-from headrace.convert.journal import Journal
 from headrace.convert.plan import ConvertPlan, make_plan
-from headrace.errors import CheckpointError, ConfigError, EngineError
+from headrace.errors import CheckpointError
 
 RECORDS_AHEAD = 4
 """Records read from the source while earlier ones are packed and written."""
@@ -98,12 +95,12 @@ def convert(
     plan = make_plan(source, recipe)
     binding = _binding(plan)
     total = sum(plan.file_bytes().values())
-    if _is_done(dest, binding):
+    if is_published(dest, binding):
         return ConvertReport(dest, total, len(plan.file_bytes()), 0, already_done=True)
     try:
         journal = Journal(dest)
         journal.begin(binding)
-        _check_space(plan, journal)
+        journal.require_space(plan.file_bytes(), plan.other_bytes())
         kept = _Conversion(plan, journal, progress).run(binding)
     except OSError as error:
         raise CheckpointError(f"cannot write {dest}: {error.strerror or error}") from error
@@ -117,42 +114,6 @@ def _binding(plan: ConvertPlan) -> dict[str, Any]:
         "recipe": asdict(plan.recipe),
         "source": {"kind": plan.source.kind, "fingerprint": plan.source.fingerprint},
     }
-
-
-def _is_done(dest: Path, binding: dict[str, Any]) -> bool:
-    if not dest.exists() or (dest.is_dir() and not any(dest.iterdir())):
-        return False
-    if dest.is_dir() and is_container(dest):
-        try:
-            manifest = ContainerCheckpoint(dest).manifest
-        except EngineError as error:
-            raise ConfigError(
-                f"destination exists and is a damaged container: {dest}\n{error}\n"
-                "hint: remove it, or choose another destination"
-            ) from None
-        if {key: manifest.get(key) for key in binding} == binding:
-            return True
-        raise ConfigError(
-            f"destination is a container of another source or recipe: {dest}\n"
-            f"expected {binding['recipe']}, got {manifest.get('recipe')}\n"
-            "hint: remove it, or choose another destination"
-        )
-    raise ConfigError(f"destination exists: {dest}\nhint: remove it, or choose another destination")
-
-
-def _check_space(plan: ConvertPlan, journal: Journal) -> None:
-    if journal.is_complete:
-        return
-    missing = (n for name, n in plan.file_bytes().items() if journal.finished(name) is None)
-    need = sum(missing) + plan.other_bytes()
-    have = shutil.disk_usage(journal.partial).free
-    if have < need:
-        raise CheckpointError(
-            f"not enough space for the container: {journal.partial.parent}\n"
-            f"expected {need} bytes free ({need / 2**30:.2f} GiB), "
-            f"got {have} ({have / 2**30:.2f} GiB)\n"
-            "hint: free some space, or choose a destination on another drive"
-        )
 
 
 class _Conversion:
@@ -201,34 +162,9 @@ class _Conversion:
         return advance
 
     def _reuse(self, name: str, header: bytes, lengths: list[tuple[int, int]]) -> list[int] | None:
-        """Verify a file that an earlier run finished; None if there is none or it is damaged.
-
-        Args:
-            name: of the file.
-            header: the bytes it must begin with.
-            lengths: of each tensor, the bytes that are summed and the bytes it takes.
-        """
-        noted = self.journal.finished(name)
-        path = self.journal.partial / name
-        if noted is None or len(noted) != len(lengths):
-            return None
-        if path.stat().st_size != len(header) + sum(stored for _, stored in lengths):
-            return None
-        start = np.empty(len(header), np.uint8)
-        read_range(path, 0, start)
-        if start.tobytes() != header:
-            return None
-        advance, before = self._step(name), self.done
-        advance(len(header))
-        at, buffer = len(header), np.empty(max((n for n, _ in lengths), default=0), np.uint8)
-        for (nbytes, stored), checksum in zip(lengths, noted, strict=True):
-            read_range(path, at, buffer[:nbytes])
-            if bytes_checksum(buffer[:nbytes]) != checksum:
-                self.done = before
-                return None
-            at += stored
-            advance(stored)
-        self.kept += 1
+        """Return the checksums of a file that an earlier run finished, if it is still sound."""
+        noted = self.journal.verified(name, header, lengths, self._step(name))
+        self.kept += noted is not None
         return noted
 
     def _write_dense(self) -> list[int]:

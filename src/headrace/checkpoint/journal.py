@@ -1,0 +1,210 @@
+"""What of a container is finished, so that a killed writer goes on where it stopped.
+
+While it is written, the container is the directory `DEST.partial`, and `DEST.partial/journal` holds
+one note that binds recipe and source, and one per finished file with its checksums, written after
+the file. The order of the last steps is manifest, removal of the journal, rename: a directory with
+a manifest is complete.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.checkpoint.container import ContainerCheckpoint, is_container
+from headrace.checkpoint.jsonfile import read_object
+from headrace.checkpoint.layout import MANIFEST_NAME, format_checksum
+from headrace.checkpoint.values import bytes_checksum, read_range
+from headrace.checkpoint.writer import TEMPORARY_SUFFIX, sync_directory, write_json
+from headrace.errors import CheckpointError, ConfigError, EngineError
+
+PARTIAL_SUFFIX = ".partial"
+_JOURNAL = "journal"
+_BINDING = "binding.json"
+
+
+def is_published(dest: Path, binding: Mapping[str, Any]) -> bool:
+    """Whether `dest` is a finished container with this binding already.
+
+    Raises:
+        ConfigError: something else is there.
+    """
+    if not dest.exists() or (dest.is_dir() and not any(dest.iterdir())):
+        return False
+    if not dest.is_dir() or not is_container(dest):
+        raise ConfigError(
+            f"destination exists: {dest}\nhint: remove it, or choose another destination"
+        )
+    try:
+        manifest = ContainerCheckpoint(dest).manifest
+    except EngineError as error:
+        raise ConfigError(
+            f"destination exists and is a damaged container: {dest}\n{error}\n"
+            "hint: remove it, or choose another destination"
+        ) from None
+    if {key: manifest.get(key) for key in binding} == binding:
+        return True
+    raise ConfigError(
+        f"destination is a container of another source or recipe: {dest}\n"
+        f"expected {binding['recipe']}, got {manifest.get('recipe')}\n"
+        "hint: remove it, or choose another destination"
+    )
+
+
+class Journal:
+    """The notes beside a container that is being written."""
+
+    def __init__(self, dest: Path) -> None:
+        self.dest = dest
+        self.partial = dest.with_name(dest.name + PARTIAL_SUFFIX)
+        self.directory = self.partial / _JOURNAL
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all files are written and only the rename is missing."""
+        return (self.partial / MANIFEST_NAME).is_file()
+
+    def begin(self, binding: dict[str, Any]) -> bool:
+        """Create the directory, or accept the one that an earlier run with the same binding left.
+
+        Args:
+            binding: what makes two containers the same, under the keys of the manifest: format
+                version, recipe, source.
+
+        Returns:
+            whether earlier work is resumed.
+
+        Raises:
+            ConfigError: the directory belongs to another container, or to something else.
+        """
+        if self.is_complete:
+            manifest = read_object(self.partial / MANIFEST_NAME)
+            self._require_same({key: manifest.get(key) for key in binding}, binding)
+            return True
+        if (self.directory / _BINDING).is_file():
+            self._require_same(read_object(self.directory / _BINDING), binding)
+            self._remove_temporary()
+            return True
+        if self.partial.exists():
+            strange = [p.name for p in self.partial.iterdir() if p.name != _JOURNAL]
+            if strange:
+                raise ConfigError(
+                    f"directory exists and is no unfinished container: {self.partial}\n"
+                    f"found {strange[0]}\nhint: remove it, or choose another destination"
+                )
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._remove_temporary()
+        write_json(self.directory / _BINDING, binding)
+        sync_directory(self.partial)
+        sync_directory(self.partial.parent)
+        return False
+
+    def _require_same(self, found: dict[str, Any], binding: dict[str, Any]) -> None:
+        if found == binding:
+            return
+        key = next(k for k in binding if found.get(k) != binding[k])
+        raise ConfigError(
+            f"an unfinished container with another {key} exists: {self.partial}\n"
+            f"expected {binding[key]}, got {found.get(key)}\n"
+            f"hint: give the options of that run to finish it, or remove {self.partial.name}"
+        )
+
+    def _remove_temporary(self) -> None:
+        for directory in (self.partial, self.directory):
+            for path in directory.glob(f"*{TEMPORARY_SUFFIX}"):
+                path.unlink()
+
+    def finished(self, name: str) -> list[int] | None:
+        """Return the checksums noted for a finished file, or None."""
+        note = self.directory / f"{name}.json"
+        if not note.is_file() or not (self.partial / name).is_file():
+            return None
+        try:
+            return [int(value, 16) for value in read_object(note)["checksums"]]
+        except (CheckpointError, KeyError, TypeError, ValueError):
+            return None  # a torn note: the file is written again
+
+    def verified(
+        self,
+        name: str,
+        header: bytes,
+        lengths: Sequence[tuple[int, int]],
+        advance: Callable[[int], None],
+    ) -> list[int] | None:
+        """Verify a file that an earlier run finished.
+
+        Args:
+            name: of the file.
+            header: the bytes it must begin with.
+            lengths: of each tensor, the bytes that are summed and the bytes it takes.
+            advance: called with the bytes verified since the last call; with a negative number when
+                the file turns out to be damaged.
+
+        Returns:
+            its checksums; None if there is no such file or it is damaged.
+        """
+        noted = self.finished(name)
+        path = self.partial / name
+        if noted is None or len(noted) != len(lengths):
+            return None
+        if path.stat().st_size != len(header) + sum(stored for _, stored in lengths):
+            return None
+        start = np.empty(len(header), np.uint8)
+        read_range(path, 0, start)
+        if start.tobytes() != header:
+            return None
+        done = at = len(header)
+        advance(done)
+        buffer = np.empty(max((n for n, _ in lengths), default=0), np.uint8)
+        for (nbytes, stored), checksum in zip(lengths, noted, strict=True):
+            read_range(path, at, buffer[:nbytes])
+            if bytes_checksum(buffer[:nbytes]) != checksum:
+                advance(-done)
+                return None
+            at += stored
+            done += stored
+            advance(stored)
+        return noted
+
+    def require_space(self, file_bytes: Mapping[str, int], other_bytes: int) -> None:
+        """Check that what is not finished fits on the drive.
+
+        Args:
+            file_bytes: length of each weight file.
+            other_bytes: what everything else takes at most.
+
+        Raises:
+            CheckpointError: it does not; says how much is needed and there.
+        """
+        if self.is_complete:
+            return
+        missing = (n for name, n in file_bytes.items() if self.finished(name) is None)
+        need = sum(missing) + other_bytes
+        have = shutil.disk_usage(self.partial).free
+        if have < need:
+            raise CheckpointError(
+                f"not enough space for the container: {self.partial.parent}\n"
+                f"expected {need} bytes free ({need / 2**30:.2f} GiB), "
+                f"got {have} ({have / 2**30:.2f} GiB)\n"
+                "hint: free some space, or choose a destination on another drive"
+            )
+
+    def finish(self, name: str, checksums: Sequence[int]) -> None:
+        """Note that a file is complete and on the drive."""
+        content = {"checksums": [format_checksum(c) for c in checksums]}
+        write_json(self.directory / f"{name}.json", content)
+
+    def publish(self, manifest: dict[str, Any]) -> None:
+        """Write the manifest, drop the journal and give the container its name."""
+        if not self.is_complete:
+            write_json(self.partial / MANIFEST_NAME, manifest)
+        if self.directory.exists():
+            shutil.rmtree(self.directory)
+        self._remove_temporary()
+        sync_directory(self.partial)
+        if self.dest.is_dir():
+            self.dest.rmdir()  # empty: begin refused anything else
+        self.partial.rename(self.dest)
+        sync_directory(self.dest.parent)
