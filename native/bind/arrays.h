@@ -43,6 +43,7 @@ std::string shape_text(const Array& array) {
 
 template <class Array>
 bool is_contiguous(const Array& array) {
+  if (array.size() == 0) return true;  // NumPy gives empty arrays any strides
   int64_t expected = 1;
   for (size_t i = array.ndim(); i-- > 0;) {
     if (array.shape(i) != 1 && array.stride(i) != expected) return false;
