@@ -77,7 +77,9 @@ class ExpertConfig:
     """How experts are read and remembered; never changes a token."""
 
     readers: int = field(default=4, metadata={"help": "threads that read from the drive"})
-    block_bytes: int = field(default=1 << 20, metadata={"help": "largest single read"})
+    block_bytes: int = field(
+        default=1 << 20, metadata={"help": "largest single read", "unit": "bytes"}
+    )
     direct: bool = field(default=True, metadata={"help": "read past the page cache (O_DIRECT)"})
     read_ahead: int = field(default=16, metadata={"help": "records of a lease read ahead of use"})
     half_life_tokens: int = field(
@@ -116,7 +118,11 @@ class EngineConfig:
     """How a model is held in memory and run; never changes a token."""
 
     memory: int | Auto = field(
-        default="auto", metadata={"help": "ceiling for the whole process, such as 1536MiB or 2GiB"}
+        default="auto",
+        metadata={
+            "help": "ceiling for the whole process, such as 1536MiB or 2GiB",
+            "unit": "bytes",
+        },
     )
     context: int | Auto = field(
         default="auto", metadata={"help": "most tokens of prompt and answer together"}
@@ -131,7 +137,9 @@ class EngineConfig:
         metadata={"help": "embedding table: resident, or read by row from the drive"},
     )
     threads: int | Auto = field(default="auto", metadata={"help": "computing threads"})
-    isa: str = field(default="auto", metadata={"help": "instruction set of the kernels"})
+    isa: str = field(
+        default="auto", metadata={"help": "instruction set of the kernels", "env": "HEADRACE_ISA"}
+    )
     experts: ExpertConfig = field(default_factory=ExpertConfig)
 
     def __post_init__(self) -> None:
@@ -164,6 +172,24 @@ class EngineConfig:
         _require(self.isa in ISAS, "isa", " | ".join(ISAS), self.isa)
 
 
+def make_engine_config(base: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
+    """Return `base` with fields replaced by name; a memory size may be text, such as `2GiB`.
+
+    Raises:
+        ConfigError: an option is unknown or out of range.
+    """
+    known = {item.name for item in fields(EngineConfig)}
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"unknown option `{name}`\nexpected one of {', '.join(sorted(known))}"
+            )
+    values = dict(options)
+    if "memory" in values:
+        values["memory"] = parse_memory(values["memory"])
+    return replace(base or EngineConfig(), **values)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one answer is chosen. `None` means: as the model's generation_config says, else as below.
@@ -171,7 +197,9 @@ class SamplingParams:
     Logprobs are those of the model itself, before penalties and temperature.
     """
 
-    max_tokens: int = field(default=256, metadata={"help": "most tokens to generate"})
+    max_tokens: int = field(
+        default=256, metadata={"help": "most tokens to generate", "short": "-n"}
+    )
     temperature: float | None = field(
         default=None, metadata={"help": "0 takes the likeliest token; higher is more varied"}
     )
@@ -199,10 +227,16 @@ class SamplingParams:
     stop: tuple[str, ...] = field(
         default=(), metadata={"help": "end before this text appears; may be given several times"}
     )
-    stop_ids: tuple[int, ...] = field(default=(), metadata={"help": "end at these token ids"})
+    stop_ids: tuple[int, ...] = field(
+        default=(), metadata={"help": "end at these token ids", "api_only": True}
+    )
     ignore_eos: bool = field(default=False, metadata={"help": "go on past the model's end tokens"})
     logprobs: int | None = field(
-        default=None, metadata={"help": "report logprobs with this many alternatives (0..20)"}
+        default=None,
+        metadata={
+            "help": "report logprobs with this many alternatives (0..20)",
+            "api_only": True,
+        },
     )
 
     def __post_init__(self) -> None:
@@ -250,9 +284,24 @@ SAMPLING_DEFAULTS: Mapping[str, float | int] = {
 }
 
 
+@dataclass(frozen=True)
+class ResolvedSampling:
+    """Sampling parameters with nothing left open; what the engine works with."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logprobs: int | None
+
+
 def resolve_sampling(
     params: SamplingParams, generation_config: Mapping[str, Any]
-) -> SamplingParams:
+) -> ResolvedSampling:
     """Fill what `params` leaves open: from the model's generation_config, else from the defaults.
 
     A generation_config that gives any sampling value speaks for all of them: what it leaves out is
@@ -271,18 +320,9 @@ def resolve_sampling(
     if generation_config.get("do_sample") is False:
         given["temperature"] = 0.0
     values = {**SAMPLING_DEFAULTS, **neutral, **given}
+    opened = {name: value for name, value in values.items() if getattr(params, name) is None}
     try:
-        return replace(
-            params,
-            **{name: value for name, value in values.items() if getattr(params, name) is None},
-        )
+        checked = replace(params, **opened)
     except ConfigError as error:
         raise ConfigError(f"generation_config.json: {error}") from None
-
-
-def help_of(config: type, name: str) -> str:
-    """Return the help text of a config field, for a command line made from it."""
-    for item in fields(config):
-        if item.name == name:
-            return str(item.metadata["help"])
-    raise KeyError(name)
+    return ResolvedSampling(**{f.name: getattr(checked, f.name) for f in fields(ResolvedSampling)})

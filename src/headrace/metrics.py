@@ -38,12 +38,15 @@ class Receipt:
     bytes_read_per_token: float  # decode_bytes_read per decoded token
     drive_busy_s: float  # time with at least one read in flight
     drive_bytes_per_s: float  # bytes_read / drive_busy_s
+    prefetch_bytes: int  # read on advice: warming from the history, lookahead
     stall_s: float  # time computing waited for bytes
     steps: int
     shared_steps: int
     peak_memory_bytes: int  # of the whole process, as the system reports it
     memory_ceiling_bytes: int
     read_mode: str  # direct | buffered | resident
+    num_slots: int
+    record_bytes: int
     seed: int
     isa: str
     threads: int

@@ -34,6 +34,7 @@ class FakeStore:
             hits=0,
             misses=self.requests,
             bytes_read=self.requests * self.record_bytes,
+            prefetch_bytes=0,
             stall_ns=0,
             drive_busy_ns=0,
             read_mode="direct",

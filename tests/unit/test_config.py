@@ -7,7 +7,6 @@ from headrace.config import (
     EngineConfig,
     ExpertConfig,
     SamplingParams,
-    help_of,
     parse_bytes,
     parse_memory,
     resolve_sampling,
@@ -125,4 +124,4 @@ def test_damaged_generation_config_is_named() -> None:
 def test_every_option_has_help(config: Any) -> None:
     for field in dataclasses.fields(config):
         if field.name != "experts":
-            assert help_of(config, field.name)
+            assert field.metadata["help"]

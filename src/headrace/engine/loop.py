@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from headrace.arrays import Float32, Int32
-from headrace.config import SamplingParams
+from headrace.config import ResolvedSampling
 from headrace.engine import sampler
 from headrace.engine.pages import PageTable
 from headrace.engine.scheduler import Part, Scheduler
@@ -77,7 +77,7 @@ class EngineLoop:
     def submit(
         self,
         tokens: list[int],
-        params: SamplingParams,
+        params: ResolvedSampling,
         *,
         seed: int,
         stop_ids: Iterable[int] = (),
@@ -88,7 +88,7 @@ class EngineLoop:
 
         Args:
             tokens: the prompt, at least one id.
-            params: resolved sampling parameters.
+            params: how to choose.
             seed: of this sequence's draws.
             stop_ids: ids that end it.
             watch: sees each generated id; ends the sequence by returning True.
@@ -262,6 +262,7 @@ def _add_counters(usage: Usage, is_prefill: bool, before: Any, after: Any) -> No
     usage.expert_misses += after.misses - before.misses
     usage.stall_ns += after.stall_ns - before.stall_ns
     usage.drive_busy_ns += after.drive_busy_ns - before.drive_busy_ns
+    usage.prefetch_bytes += after.prefetch_bytes - before.prefetch_bytes
     read = after.bytes_read - before.bytes_read
     if is_prefill:
         usage.prefill_bytes_read += read

@@ -50,26 +50,15 @@ def token_logprobs(logits: Float32, ids: list[int], num_top: int) -> list[TokenL
 
 
 def _penalised(sequence: Sequence, logits: Float32) -> Float32:
-    """Lower the scores of tokens that were there before.
-
-    The repetition penalty looks at prompt and answer: it divides positive scores and multiplies
-    negative ones. Presence and frequency look at the answer alone and subtract.
-
-    Source:
-        Hugging Face `RepetitionPenaltyLogitsProcessor`; the OpenAI API defines the other two.
-    """
     params = sequence.params
-    repetition = np.float32(params.repetition_penalty)
-    changes_answer = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-    if repetition == 1.0 and not changes_answer:
+    if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1, 0, 0):
         return logits
-    scores = logits.copy()
-    if repetition != 1.0:
-        seen = np.fromiter(sequence.seen, np.int64, len(sequence.seen))
-        old = scores[seen]
-        scores[seen] = np.where(old > 0, old / repetition, old * repetition)
-    if changes_answer and sequence.output_counts:
-        ids, counts = np.array(list(sequence.output_counts.items()), np.int64).T
-        scores[ids] -= np.float32(params.presence_penalty)
-        scores[ids] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
-    return scores
+    ids = sorted(sequence.seen)
+    return ops.apply_penalties(
+        logits,
+        np.array(ids, np.int32),
+        np.array([sequence.output_counts[i] for i in ids], np.int32),
+        repetition=params.repetition_penalty,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+    )

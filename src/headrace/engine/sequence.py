@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from headrace.config import SamplingParams
+from headrace.config import ResolvedSampling
 
 
 class State(enum.Enum):
@@ -50,6 +50,7 @@ class Usage:
     expert_misses: int = 0
     prefill_bytes_read: int = 0
     decode_bytes_read: int = 0
+    prefetch_bytes: int = 0
     drive_busy_ns: int = 0
     stall_ns: int = 0
 
@@ -69,7 +70,7 @@ class Sequence:
     id: int
     tokens: list[int]
     num_prompt: int
-    params: SamplingParams  # resolved: temperature and the like are numbers
+    params: ResolvedSampling
     seed: int
     stop_ids: frozenset[int]
     watch: Watcher | None = None

@@ -1,0 +1,424 @@
+"""What each part of a model gets of the memory granted: arithmetic over headers, nothing is loaded.
+
+Owns the rule that the ceiling covers the whole process as the system measures it from outside: the
+interpreter and its libraries, weights, keys and values, work buffers, readers, a margin for what
+cannot be counted, and slots for experts with the rest. What cannot fit is refused with the sum
+written out.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.checkpoint import Checkpoint
+from headrace.config import EngineConfig
+from headrace.errors import ConfigError, MemoryBudgetError
+from headrace.metrics import available_memory_bytes
+from headrace.models.registry import dense_names, embedding_name
+from headrace.models.spec import ModelSpec
+from headrace.state import PAGE_TOKENS
+
+# Resident after importing everything a run needs, before any weight: 48 MiB with CPython 3.11,
+# NumPy 2.4, tokenizers 0.23 on x86-64 Linux. A running process replaces it by what it measures.
+INTERPRETER_BYTES = 56 << 20
+# A loaded tokenizer takes 9.8 times its file (150k entries: 13 MiB file, 127 MiB at the peak).
+TOKENIZER_FACTOR = 10
+# What nobody counts: allocator slack, page tables of libraries, Python objects of a long answer.
+MARGIN_SHARE, MARGIN_BYTES = 0.02, 16 << 20
+THREAD_BYTES = 1 << 20  # touched stack, allocator arena
+# `auto` leaves this much of what is available to everybody else.
+HEADROOM_SHARE, HEADROOM_BYTES = 0.1, 256 << 20
+DEFAULT_CONTEXT = 4096
+LARGEST_CHUNK = 512  # a chunk of 512 tokens already touches nearly every expert of 128
+SMALLEST_CHUNK = 16
+# Work buffers of a chunk may take this share of what slots and work have together.
+WORK_SHARE = 0.2
+LOGITS_BYTES = 16 << 20  # most scores of one step when a text is scored
+READ_SLACK = 2  # slots beyond one token's experts, so that a read can overlap the product before it
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What the plan needs to know of a checkpoint and its spec, in counts and bytes."""
+
+    hidden_size: int
+    q_size: int  # H * Dh
+    kv_size: int  # K * Dh
+    vocab_size: int
+    intermediate_size: int  # of dense FFNs; 0 if there are none
+    moe_intermediate_size: int
+    num_experts_per_tok: int
+    num_moe_layers: int
+    max_context: int
+    dense_bytes: int  # everything loaded but an embedding that may stay on the drive
+    embedding_bytes: int  # 0 when the head is tied to it: then it is part of dense_bytes
+    kv_bytes_per_token: int
+    num_records: int
+    record_bytes: int  # of a slot
+    record_read_bytes: int  # read from the drive per record
+    reader_bytes: int  # scratch of one reader thread
+    tokenizer_bytes: int  # size of tokenizer.json
+
+    @property
+    def working_set_records(self) -> int:
+        """Records that one token routes to over all layers."""
+        return self.num_experts_per_tok * self.num_moe_layers
+
+    @property
+    def floor_slots(self) -> int:
+        """Fewest slots that run: one layer's experts of a token, and reading slack."""
+        if not self.num_records:
+            return 0
+        return min(self.num_records, self.num_experts_per_tok + READ_SLACK)
+
+
+def measure_sizes(spec: ModelSpec, checkpoint: Checkpoint, kv: str) -> ModelSizes:
+    """Take the sizes from headers; reads no weights."""
+    names = set(dense_names(spec))
+    embedding = 0
+    if not spec.tie_word_embeddings:
+        name = embedding_name(spec)
+        names.discard(name)
+        embedding = checkpoint.info(name).nbytes
+    records = checkpoint.records
+    tokenizer = checkpoint.tokenizer_dir / "tokenizer.json"
+    return ModelSizes(
+        hidden_size=spec.hidden_size,
+        q_size=spec.num_attention_heads * spec.head_dim,
+        kv_size=spec.num_key_value_heads * spec.head_dim,
+        vocab_size=spec.vocab_size,
+        intermediate_size=spec.intermediate_size,
+        moe_intermediate_size=spec.moe_intermediate_size,
+        num_experts_per_tok=spec.num_experts_per_tok,
+        num_moe_layers=len(spec.moe_layers),
+        max_context=spec.max_position_embeddings,
+        dense_bytes=checkpoint.dense_nbytes(names) + _router_growth(spec, checkpoint, names),
+        embedding_bytes=embedding,
+        kv_bytes_per_token=spec.kv_bytes_per_token(kv),
+        num_records=records.num_records if records else 0,
+        record_bytes=records.layout.record_bytes if records else 0,
+        record_read_bytes=records.read_bytes if records else 0,
+        reader_bytes=_reader_bytes(checkpoint),
+        tokenizer_bytes=tokenizer.stat().st_size if tokenizer.is_file() else 0,
+    )
+
+
+def _router_growth(spec: ModelSpec, checkpoint: Checkpoint, names: set[str]) -> int:
+    """Routers are held in float32 whatever the file holds."""
+    shape = (spec.num_experts, spec.hidden_size)
+    infos = [checkpoint.info(name) for name in names]
+    return sum(max(0, 4 * shape[0] * shape[1] - i.nbytes) for i in infos if tuple(i.shape) == shape)
+
+
+def _reader_bytes(checkpoint: Checkpoint) -> int:
+    """A reader of records in place holds one matrix before it is interleaved."""
+    records = checkpoint.records
+    if records is None or records.repack is None:
+        return 0
+    return int(records.length.max()) + 2 * 4096
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The ceiling and its parts in bytes, and what follows from them."""
+
+    ceiling_bytes: int
+    ceiling_from: str  # option | available
+    interpreter_bytes: int
+    dense_bytes: int
+    embedding_bytes: int
+    kv_bytes: int
+    work_bytes: int
+    readers_bytes: int
+    margin_bytes: int
+    slots_bytes: int
+    unused_bytes: int
+    floor_bytes: int
+    context: int
+    sequences: int
+    chunk: int
+    max_logits_rows: int
+    num_pages: int
+    embedding: str  # resident | drive | tied
+    num_slots: int
+    num_records: int
+    record_bytes: int
+    working_set_records: int
+    working_set_bytes: int
+    cold_bytes_per_token: int
+    expected_hit_rate: float | None  # of decoding, from the history; None without one
+    notes: tuple[str, ...]
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether every record has a slot."""
+        return self.num_slots >= self.num_records
+
+    def parts(self) -> list[tuple[str, int]]:
+        """Name and bytes of each part; their sum is the ceiling."""
+        return [
+            ("interpreter and libraries", self.interpreter_bytes),
+            ("dense weights", self.dense_bytes),
+            ("embedding", self.embedding_bytes),
+            (f"keys and values, {self.num_pages * PAGE_TOKENS} tokens", self.kv_bytes),
+            (f"work buffers, chunk {self.chunk}", self.work_bytes),
+            ("readers and threads", self.readers_bytes),
+            ("margin", self.margin_bytes),
+            (f"expert slots, {self.num_slots} of {self.num_records} records", self.slots_bytes),
+            ("unused", self.unused_bytes),
+        ]
+
+    def tokens_per_s(self, drive_bytes_per_s: float, hit_rate: float) -> float | None:
+        """Predict decoding that waits for nothing but the drive: bandwidth / (misses * record)."""
+        missed = (1 - hit_rate) * self.cold_bytes_per_token
+        return drive_bytes_per_s / missed if missed > 0 else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan as plain values for JSON."""
+        return asdict(self)
+
+
+def plan_memory(
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    *,
+    num_threads: int,
+    interpreter_bytes: int | None = None,
+    counts: npt.NDArray[np.float64] | None = None,
+) -> MemoryPlan:
+    """Measure a checkpoint's headers and divide the memory; see `make_plan`."""
+    sizes = measure_sizes(spec, checkpoint, config.kv)
+    ceiling = config.memory if config.memory != "auto" else auto_ceiling(interpreter_bytes or 0)
+    return make_plan(
+        sizes,
+        config,
+        ceiling,
+        num_threads=num_threads,
+        interpreter_bytes=interpreter_bytes,
+        counts=counts,
+    )
+
+
+def auto_ceiling(held_bytes: int = 0, root: Path = Path("/")) -> int:
+    """Choose a ceiling: what is available and what this process holds already, less the headroom.
+
+    Raises:
+        ConfigError: the system does not say what is available.
+    """
+    available = available_memory_bytes(root)
+    if available is None:
+        raise ConfigError("cannot tell how much memory is available\nhint: give `--memory`")
+    headroom = max(HEADROOM_BYTES, int(HEADROOM_SHARE * available))
+    return max(1, available + held_bytes - headroom)
+
+
+def make_plan(
+    sizes: ModelSizes,
+    config: EngineConfig,
+    ceiling_bytes: int,
+    *,
+    num_threads: int,
+    interpreter_bytes: int | None = None,
+    counts: npt.NDArray[np.float64] | None = None,
+) -> MemoryPlan:
+    """Divide `ceiling_bytes` among the parts of a model.
+
+    Order of wishes: everything but slots is given first. The embedding stays on the drive as long
+    as some record has no slot, because a token needs one row of it and many records. The chunk is
+    the largest of 512, 256, ... whose work buffers take no more than a fifth of what work and slots
+    have together: smaller chunks read the experts more often, larger ones push them out.
+
+    Args:
+        sizes: of the model.
+        config: what the caller asks for.
+        ceiling_bytes: for the whole process.
+        num_threads: computing threads.
+        interpreter_bytes: what the process holds before any weight is loaded; None estimates it.
+        counts: [Lm, E], how often a history says each record was wanted; None without one.
+
+    Raises:
+        MemoryBudgetError: the parts that must be there do not fit; the message is the sum.
+        ConfigError: the context asked for is longer than the model's.
+    """
+    context = _context(sizes, config)
+    logits_rows = max(1, min(LARGEST_CHUNK, LOGITS_BYTES // (4 * sizes.vocab_size)))
+    fixed = _fixed_parts(sizes, config, context, num_threads, interpreter_bytes)
+    floor_slots = sizes.floor_slots * sizes.record_bytes
+    least_chunk = min(SMALLEST_CHUNK if config.chunk == "auto" else config.chunk, context)
+
+    def work(chunk: int) -> int:
+        return work_bytes(sizes, chunk + config.sequences, config.sequences + logits_rows)
+
+    floor_bytes = _check_floor(sizes, config, ceiling_bytes, fixed, work(least_chunk), floor_slots)
+    margin = margin_bytes(ceiling_bytes)
+    rest = ceiling_bytes - sum(fixed.values()) - margin
+    all_records = sizes.num_records * sizes.record_bytes
+    fits_whole = rest >= sizes.embedding_bytes + all_records + work(least_chunk)
+    is_resident = config.embedding == "resident" or (config.embedding == "auto" and fits_whole)
+    embedding_bytes = sizes.embedding_bytes if is_resident else 0
+    rest -= embedding_bytes
+    chunk = min(context, LARGEST_CHUNK) if config.chunk == "auto" else least_chunk
+    while chunk > least_chunk and not _is_chunk_right(rest, work(chunk), all_records, floor_slots):
+        chunk = max(least_chunk, chunk // 2)
+    rest -= work(chunk)
+    num_slots = min(sizes.num_records, rest // sizes.record_bytes) if sizes.num_records else 0
+    return MemoryPlan(
+        ceiling_bytes=ceiling_bytes,
+        ceiling_from="available" if config.memory == "auto" else "option",
+        **fixed,
+        margin_bytes=margin,
+        embedding_bytes=embedding_bytes,
+        work_bytes=work(chunk),
+        slots_bytes=num_slots * sizes.record_bytes,
+        unused_bytes=rest - num_slots * sizes.record_bytes,
+        floor_bytes=floor_bytes,
+        context=context,
+        sequences=config.sequences,
+        chunk=chunk,
+        max_logits_rows=logits_rows,
+        num_pages=num_pages(config, context),
+        embedding="resident" if is_resident else "drive" if sizes.embedding_bytes else "tied",
+        num_slots=num_slots,
+        num_records=sizes.num_records,
+        record_bytes=sizes.record_bytes,
+        working_set_records=sizes.working_set_records,
+        working_set_bytes=sizes.working_set_records * sizes.record_bytes,
+        cold_bytes_per_token=sizes.working_set_records * sizes.record_read_bytes,
+        expected_hit_rate=_expected_hit_rate(sizes, num_slots, counts),
+        notes=_notes(sizes, num_slots),
+    )
+
+
+def _expected_hit_rate(
+    sizes: ModelSizes, num_slots: int, counts: npt.NDArray[np.float64] | None
+) -> float | None:
+    """Share of past requests that went to the `num_slots` most wanted records."""
+    if num_slots >= sizes.num_records:
+        return 1.0
+    if counts is None or not counts.sum() > 0:
+        return None
+    hottest = np.sort(counts, axis=None)[::-1]
+    return float(hottest[:num_slots].sum() / counts.sum())
+
+
+def num_pages(config: EngineConfig, context: int) -> int:
+    """KV pages for every sequence at full context."""
+    return config.sequences * -(-context // PAGE_TOKENS)
+
+
+def margin_bytes(ceiling_bytes: int) -> int:
+    """What is left alone below a ceiling."""
+    return max(MARGIN_BYTES, int(MARGIN_SHARE * ceiling_bytes))
+
+
+def _fixed_parts(
+    sizes: ModelSizes,
+    config: EngineConfig,
+    context: int,
+    num_threads: int,
+    interpreter_bytes: int | None,
+) -> dict[str, int]:
+    """The parts that do not depend on the ceiling."""
+    if interpreter_bytes is None:
+        interpreter_bytes = INTERPRETER_BYTES + TOKENIZER_FACTOR * sizes.tokenizer_bytes
+    num_readers = config.experts.readers if sizes.num_records else 0
+    return {
+        "interpreter_bytes": interpreter_bytes,
+        "dense_bytes": sizes.dense_bytes,
+        "kv_bytes": num_pages(config, context) * PAGE_TOKENS * sizes.kv_bytes_per_token,
+        "readers_bytes": num_readers * (THREAD_BYTES + sizes.reader_bytes)
+        + num_threads * THREAD_BYTES,
+    }
+
+
+def _is_chunk_right(rest: int, work: int, all_records: int, floor_slots: int) -> bool:
+    if rest - work >= all_records:
+        return True
+    return work <= WORK_SHARE * rest and rest - work >= floor_slots
+
+
+def _check_floor(
+    sizes: ModelSizes,
+    config: EngineConfig,
+    ceiling: int,
+    fixed: dict[str, int],
+    work: int,
+    floor_slots: int,
+) -> int:
+    """Return the least ceiling that runs, or refuse with the sum."""
+    embedding = sizes.embedding_bytes if config.embedding == "resident" else 0
+    parts = sum(fixed.values()) + embedding + work + floor_slots
+    floor = max(parts + MARGIN_BYTES, math.ceil(parts / (1 - MARGIN_SHARE)))
+    if ceiling >= floor:
+        return floor
+    lines = [
+        ("interpreter and libraries", fixed["interpreter_bytes"]),
+        ("dense weights", fixed["dense_bytes"]),
+        ("embedding", embedding),
+        ("keys and values", fixed["kv_bytes"]),
+        ("work buffers", work),
+        ("readers and threads", fixed["readers_bytes"]),
+        (f"{sizes.floor_slots} expert slots", floor_slots),
+        ("margin", floor - parts),
+    ]
+    table = "\n".join(f"  {name:<26}{_mib(count):>14}" for name, count in lines if count)
+    raise MemoryBudgetError(
+        f"memory is below the floor: granted {_mib(ceiling)}, needed {_mib(floor)}\n"
+        f"{table}\n  {'sum':<26}{_mib(floor):>14}\n"
+        "hint: grant more `--memory`, or ask for a shorter `--context` or fewer sequences"
+    )
+
+
+def work_bytes(sizes: ModelSizes, num_rows: int, num_logits_rows: int) -> int:
+    """Bytes of the buffers of one step, all layers using the same ones.
+
+    The native pool keeps a buffer per size it was ever asked for at once and rounds sizes up by at
+    most a quarter, hence the factor.
+
+    Args:
+        sizes: of the model.
+        num_rows: T, rows of the step.
+        num_logits_rows: R, rows whose scores are wanted.
+    """
+    attention = 3 * sizes.q_size + 6 * sizes.kv_size
+    active = sizes.num_experts_per_tok
+    # Mixture: each token's A contributions [T*A, D]; gate, up and quantised input of its experts.
+    mixture = active * (sizes.hidden_size + 3 * sizes.moe_intermediate_size)
+    dense = 3 * sizes.intermediate_size
+    per_row = 4 * (6 * sizes.hidden_size + max(attention, mixture, dense))
+    scores = 3 * 4 * num_logits_rows * sizes.vocab_size  # logits, log-softmax, a copy
+    return int(1.25 * num_rows * per_row) + scores
+
+
+def _context(sizes: ModelSizes, config: EngineConfig) -> int:
+    if config.context == "auto":
+        return min(DEFAULT_CONTEXT, sizes.max_context)
+    if config.context > sizes.max_context:
+        raise ConfigError(
+            f"option `context` is longer than the model's\n"
+            f"expected at most {sizes.max_context} tokens (max_position_embeddings), "
+            f"got {config.context}"
+        )
+    return config.context
+
+
+def _notes(sizes: ModelSizes, num_slots: int) -> tuple[str, ...]:
+    if not sizes.num_records:
+        return ("a dense model: everything is resident, nothing is read while it runs",)
+    if num_slots >= sizes.num_records:
+        return ("every expert has a slot: each is read once",)
+    if num_slots < sizes.working_set_records:
+        return (
+            f"slots hold less than one token's working set ({num_slots} of "
+            f"{sizes.working_set_records} records): nearly every expert is read for every token",
+        )
+    return ()
+
+
+def _mib(count: int) -> str:
+    return f"{count / (1 << 20):.1f} MiB"
