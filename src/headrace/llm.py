@@ -1,0 +1,495 @@
+"""The composition root and the Python interface: a checkpoint becomes an `LLM` that answers.
+
+Owns the model, the expert store, the engine loop and the one lock around them. It prints nothing;
+what a front end does, a caller of `LLM` can do.
+"""
+
+import logging
+import re
+import secrets
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+from headrace import ops
+from headrace.checkpoint import Checkpoint
+from headrace.config import (
+    EngineConfig,
+    ResolvedSampling,
+    SamplingParams,
+    make_engine_config,
+    resolve_sampling,
+)
+from headrace.engine.loop import EngineLoop
+from headrace.engine.sequence import Sequence as TokenSequence
+from headrace.engine.sequence import State, TokenLogprob
+from headrace.errors import CheckpointError, RequestError
+from headrace.experts import ExpertStore, History
+from headrace.experts.history import default_path
+from headrace.inspect import open_model
+from headrace.metrics import Receipt, peak_memory_bytes, resident_bytes
+from headrace.models.registry import build_model
+from headrace.plan import MemoryPlan, plan_memory
+from headrace.tokenizer import Message, TextStream, Tokenizer
+
+_log = logging.getLogger(__name__)
+
+Prompt: TypeAlias = str | Sequence[int]
+
+DEMO = "demo"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer.
+
+    `ids` are all generated ids, the end token included; `text` ends before a stop string.
+    `finish_reason` is stop, length, cancelled or error; `error` then says what failed.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    finish_reason: str
+    receipt: Receipt
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Score:
+    """Log-probabilities of a given text: entry i is that of `ids[i]` after all ids before it.
+
+    The first id has nothing before it, so its entry is None.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob | None, ...]
+    receipt: Receipt
+
+    @property
+    def total(self) -> float:
+        """Sum of the log-probabilities."""
+        return sum(entry.logprob for entry in self.logprobs if entry is not None)
+
+
+class LLM:
+    """A model, ready to answer. Safe to call from several threads; a context manager."""
+
+    def __init__(
+        self, model: str | Path = DEMO, config: EngineConfig | None = None, **options: Any
+    ) -> None:
+        """Open a checkpoint, plan the memory, load the dense weights.
+
+        Args:
+            model: a directory of a checkpoint, or `demo`.
+            config: how to hold and run it.
+            options: fields of `EngineConfig` by name, such as `memory="2GiB"` or `context=4096`.
+
+        Raises:
+            CheckpointError, UnsupportedModelError: the checkpoint cannot be used; says why.
+            MemoryBudgetError: it does not fit; the message is the sum.
+            ConfigError: an option is unknown or out of range.
+        """
+        self.config = make_engine_config(config, options)
+        self.path = resolve_model(model)
+        self._lock = threading.RLock()
+        self._closed = False
+        self._said: set[str] = set()
+        self._set_up_kernels()
+        self.spec, self.checkpoint = open_model(self.path)
+        self.tokenizer = Tokenizer.load(self.checkpoint.tokenizer_dir)
+        self.generation_config = self.checkpoint.generation_config
+        self._load()
+
+    def _set_up_kernels(self) -> None:
+        ops.set_isa(self.config.isa)
+        if self.config.threads != "auto":
+            ops.set_threads(self.config.threads)
+
+    def _load(self) -> None:
+        history = open_history(self.path, self.checkpoint, self.config)
+        plan = self._plan(resident_bytes(), history)  # refuses before anything large is read
+        model = build_model(
+            self.spec, self.checkpoint, embedding_resident=plan.embedding != "drive"
+        )
+        # What loading really left behind, not what it was estimated to: slots get the rest.
+        held = resident_bytes()
+        if held is not None:
+            others = held - plan.dense_bytes - plan.embedding_bytes
+            plan = self._plan(max(plan.interpreter_bytes, others), history, plan)
+        self.plan = plan
+        self.store = self._open_store(history)
+        self._kv = model.make_state(plan.num_pages, self.config.kv)
+        self._loop = EngineLoop(
+            model,
+            self._kv,
+            self.store,
+            num_pages=plan.num_pages,
+            context=plan.context,
+            max_sequences=plan.sequences,
+            chunk=plan.chunk,
+            max_logits_rows=plan.max_logits_rows,
+        )
+
+    def _plan(
+        self, held: int | None, history: History | None, first: MemoryPlan | None = None
+    ) -> MemoryPlan:
+        config = self.config
+        if first is not None:  # the ceiling was decided, and the embedding is where it is
+            place = "drive" if first.embedding == "drive" else "resident"
+            config = make_engine_config(config, {"memory": first.ceiling_bytes, "embedding": place})
+        return plan_memory(
+            self.spec,
+            self.checkpoint,
+            config,
+            num_threads=ops.num_threads(),
+            interpreter_bytes=held,
+            counts=None if history is None else history.counts,
+        )
+
+    def _open_store(self, history: History | None) -> ExpertStore | None:
+        records = self.checkpoint.records
+        if records is None:
+            return None
+        return ExpertStore(
+            records, num_slots=self.plan.num_slots, readers=self.config.experts, history=history
+        )
+
+    # Answers
+
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
+        """Answer a prompt; see `stream` for what it may raise."""
+        return self.stream(prompt, params).result()
+
+    def generate_batch(
+        self, prompts: Sequence[Prompt], params: SamplingParams | None = None
+    ) -> list[Completion]:
+        """Answer several prompts together; each answer is what it would be alone."""
+        streams = [self.stream(prompt, params) for prompt in prompts]
+        return [stream.result() for stream in streams]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> "Stream":
+        """Start answering a prompt; iterate over the result for pieces of text.
+
+        Args:
+            prompt: ids, or text: special tokens in it count, and the model's bos is added.
+            params: how to choose; what it leaves open comes from the model's generation_config.
+
+        Raises:
+            RequestError: the prompt is empty, too long, or holds ids that the model does not have.
+        """
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return Stream(self, self._checked(ids), params or SamplingParams())
+
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **variables: Any
+    ) -> Completion:
+        """Answer a conversation; see `stream_chat`."""
+        return self.stream_chat(messages, params, **variables).result()
+
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **variables: Any
+    ) -> "Stream":
+        """Start answering a conversation.
+
+        A model without a chat template continues the plain text of the messages; that is logged.
+
+        Args:
+            messages: objects with `role` and `content`.
+            params: as in `stream`.
+            variables: further names the template knows, such as `enable_thinking` or `tools`.
+
+        Raises:
+            RequestError: as in `stream`, or the template refuses the messages.
+        """
+        if self.tokenizer.has_chat_template:
+            ids = self.tokenizer.encode_chat(messages, **variables)
+        else:
+            self._say_once("this model has no chat template: it continues the text as it stands")
+            ids = self.tokenizer.encode(plain_transcript(messages))
+        return Stream(self, self._checked(ids), params or SamplingParams())
+
+    def _say_once(self, notice: str) -> None:
+        if notice not in self._said:
+            self._said.add(notice)
+            _log.warning(notice)
+
+    def score(self, text: Prompt, num_top: int = 0) -> Score:
+        """Compute the log-probability of every token of a text after those before it.
+
+        Args:
+            text: text or ids.
+            num_top: likeliest alternatives to report per token.
+
+        Raises:
+            RequestError: as in `stream`.
+            ExpertReadError: an expert could not be read.
+        """
+        ids = self.tokenizer.encode(text) if isinstance(text, str) else list(text)
+        params = resolve_sampling(
+            SamplingParams(max_tokens=1, logprobs=num_top), self.generation_config
+        )
+        with self._lock:
+            sequence = self._submit(self._checked(ids), params, 0, score_only=True)
+        try:
+            while sequence.state is not State.FINISHED:
+                self._step_for(sequence)
+        finally:
+            self._cancel(sequence)
+        if sequence.error is not None:
+            raise sequence.error
+        return Score(tuple(ids), (None, *sequence.prompt_logprobs), self._receipt(sequence))
+
+    # The loop under the lock
+
+    def _submit(
+        self, ids: list[int], params: ResolvedSampling, seed: int, **options: Any
+    ) -> TokenSequence:
+        if self._closed:
+            raise RequestError("the model is closed")
+        return self._loop.submit(ids, params, seed=seed, **options)
+
+    def _step_for(self, sequence: TokenSequence) -> None:
+        """Step unless another caller's step has moved `sequence` in the meantime."""
+        seen = sequence.usage.steps
+        with self._lock:
+            if sequence.usage.steps == seen and sequence.state is not State.FINISHED:
+                if self._closed:
+                    raise RequestError("the model was closed while it answered")
+                self._loop.step()
+
+    def _cancel(self, sequence: TokenSequence) -> None:
+        with self._lock:
+            self._loop.cancel(sequence)
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        bad = next((i for i in ids if not 0 <= i < self.spec.vocab_size), None)
+        if bad is not None:
+            raise RequestError(
+                f"prompt id {bad} is outside the vocabulary\nexpected 0..{self.spec.vocab_size - 1}"
+            )
+        return ids
+
+    def stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """The ids that end an answer: the model's unless ignored, and the caller's."""
+        own: Any = self.generation_config.get("eos_token_id")
+        if own is None:
+            own = [*self.spec.eos_token_ids]
+            own += [] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id]
+        own = own if isinstance(own, list) else [own]
+        return frozenset(params.stop_ids) | frozenset(() if params.ignore_eos else own)
+
+    def _receipt(self, sequence: TokenSequence) -> Receipt:
+        usage = sequence.usage
+        decode_tokens = max(0, sequence.num_generated - 1)
+        bytes_read = usage.prefill_bytes_read + usage.decode_bytes_read
+        busy_s = usage.drive_busy_ns / 1e9
+        computed = sequence.num_prompt - usage.cached_tokens
+        return Receipt(
+            prompt_tokens=sequence.num_prompt,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=sequence.num_generated,
+            prefill_s=usage.prefill_s,
+            prefill_tokens_per_s=_rate(computed, usage.prefill_s),
+            decode_tokens=decode_tokens,
+            decode_s=usage.decode_s,
+            decode_tokens_per_s=_rate(decode_tokens, usage.decode_s),
+            expert_requests=usage.expert_requests,
+            expert_hits=usage.expert_hits,
+            expert_misses=usage.expert_misses,
+            expert_hit_rate=_rate(usage.expert_hits, usage.expert_requests),
+            bytes_read=bytes_read,
+            prefill_bytes_read=usage.prefill_bytes_read,
+            decode_bytes_read=usage.decode_bytes_read,
+            bytes_read_per_token=_rate(usage.decode_bytes_read, decode_tokens),
+            drive_busy_s=busy_s,
+            drive_bytes_per_s=_rate(bytes_read + usage.prefetch_bytes, busy_s),
+            prefetch_bytes=usage.prefetch_bytes,
+            stall_s=usage.stall_ns / 1e9,
+            steps=usage.steps,
+            shared_steps=usage.shared_steps,
+            peak_memory_bytes=peak_memory_bytes(),
+            memory_ceiling_bytes=self.plan.ceiling_bytes,
+            read_mode=self.store.stats().read_mode if self.store else "resident",
+            num_slots=self.plan.num_slots,
+            record_bytes=self.plan.record_bytes,
+            seed=sequence.seed,
+            isa=ops.isa(),
+            threads=ops.num_threads(),
+        )
+
+    def close(self) -> None:
+        """Save the history and end the readers; calling twice does nothing."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                if self.store is not None:
+                    self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Stream:
+    """An answer on its way: iterate for pieces of text, then take `result()`.
+
+    Leaving the loop early, or `close()`, ends the answer and frees what it held.
+    """
+
+    def __init__(self, llm: LLM, ids: list[int], params: SamplingParams) -> None:
+        self._llm = llm
+        self._params = resolve_sampling(params, llm.generation_config)
+        self._text: TextStream = llm.tokenizer.stream(ids, params.stop)
+        self._pieces: deque[str] = deque()
+        self._result: Completion | None = None
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        with llm._lock:
+            self._sequence = llm._submit(
+                ids, self._params, seed, stop_ids=llm.stop_ids(params), watch=self._see
+            )
+
+    def _see(self, token: int) -> bool:
+        """Take a generated id that is no end token; the loop calls this under the lock."""
+        self._pieces.append(self._text.push(token))
+        return self._text.is_stopped
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self._result is not None
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Prompt tokens computed so far, and all of them."""
+        sequence = self._sequence
+        return min(sequence.num_computed, sequence.num_prompt), sequence.num_prompt
+
+    def advance(self) -> str:
+        """Take part in one step; return the text that has become certain, often ""."""
+        if self._sequence.state is not State.FINISHED:
+            self._llm._step_for(self._sequence)
+        is_over = self._sequence.state is State.FINISHED
+        text = "".join(self._pieces.popleft() for _ in range(len(self._pieces)))
+        if is_over and self._result is None:
+            text += self._text.finish()
+            self._result = self._complete()
+        return text
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            while not self.is_finished:
+                if text := self.advance():
+                    yield text
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the answer now, if it has not ended."""
+        self._llm._cancel(self._sequence)
+        if self._result is None:
+            self._text.finish()
+            self._result = self._complete()
+
+    def result(self) -> Completion:
+        """Run to the end and return the whole answer."""
+        for _ in self:
+            pass
+        assert self._result is not None, "an ended stream has a result"
+        return self._result
+
+    def _complete(self) -> Completion:
+        sequence = self._sequence
+        wants_logprobs = self._params.logprobs is not None
+        return Completion(
+            text=self._text.text,
+            ids=tuple(sequence.tokens[sequence.num_prompt :]),
+            finish_reason=sequence.finish_reason or "cancelled",
+            receipt=self._llm._receipt(sequence),
+            logprobs=tuple(e.logprob for e in sequence.events if e.logprob is not None)
+            if wants_logprobs
+            else None,
+            error=None if sequence.error is None else str(sequence.error),
+        )
+
+
+def resolve_model(model: str | Path) -> Path:
+    """Find a checkpoint: `demo` is the one inside the package, anything else is a path.
+
+    Raises:
+        CheckpointError: there is nothing there.
+    """
+    if str(model) == DEMO:
+        path = Path(__file__).parent / DEMO
+        if not path.is_dir():
+            raise CheckpointError(
+                f"this installation holds no demo model: {path}\nhint: name a checkpoint directory"
+            )
+        return path
+    path = Path(model).expanduser()
+    if not path.exists():
+        is_id = _HUB_ID.fullmatch(str(model)) is not None
+        raise CheckpointError(
+            f"no such model: {model}\nexpected a directory or `{DEMO}`"
+            + ("\nhint: download the repository and give its folder" if is_id else "")
+        )
+    return path
+
+
+def is_model_name(text: str) -> bool:
+    """Whether a word names a model and is no prompt: it exists, or looks like an id or path."""
+    if text == DEMO or _HUB_ID.fullmatch(text) or text.startswith(("./", "../", "/", "~/")):
+        return True
+    try:
+        return Path(text).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # too long for a path, or not one
+        return False
+
+
+def open_history(path: Path, checkpoint: Checkpoint, config: EngineConfig) -> History | None:
+    """Open the history of a model's experts; None if it is off or there are none."""
+    records, options = checkpoint.records, config.experts
+    if records is None or options.history == "off":
+        return None
+    return History(
+        options.history_path or default_path(path, checkpoint.fingerprint),
+        fingerprint=checkpoint.fingerprint,
+        layers=records.layers,
+        num_experts=records.num_experts,
+        mode=options.history,
+    )
+
+
+def plan_model(model: str | Path, config: EngineConfig) -> MemoryPlan:
+    """Plan a model's memory without loading it."""
+    path = resolve_model(model)
+    spec, checkpoint = open_model(path)
+    history = open_history(path, checkpoint, config)
+    threads = ops.num_threads() if config.threads == "auto" else config.threads
+    counts = None if history is None else history.counts
+    return plan_memory(spec, checkpoint, config, num_threads=threads, counts=counts)
+
+
+def plain_transcript(messages: Sequence[Message]) -> str:
+    """Write messages as one text for a model without a template: answers follow their prompt."""
+    text = ""
+    for message in messages:
+        is_answer = message.get("role") == "assistant"
+        text += ("" if is_answer or not text else "\n") + str(message.get("content", ""))
+    return text
+
+
+def _rate(count: float, per: float) -> float:
+    return count / per if per > 0 else 0.0

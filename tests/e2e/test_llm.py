@@ -1,0 +1,234 @@
+"""The Python interface on a tiny real model: results do not depend on how it is run."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace import _core
+from headrace.config import ExpertConfig, SamplingParams
+from headrace.errors import (
+    CheckpointError,
+    ConfigError,
+    ExpertReadError,
+    MemoryBudgetError,
+    RequestError,
+)
+from headrace.llm import LLM
+
+OFF = ExpertConfig(history="off")
+PROMPTS = ["hello there, this is a prompt", "ok", "the other one " * 4]
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, logprobs=2, ignore_eos=True)
+
+
+def open_llm(model: Path, **options: Any) -> LLM:
+    return LLM(model, **{"experts": OFF, "memory": "8GiB", **options})
+
+
+@pytest.fixture(scope="module")
+def reference(tiny: Path) -> list[Any]:
+    with open_llm(tiny) as llm:
+        return [llm.generate(p, GREEDY) for p in PROMPTS]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_alone_and_together_in_any_chunks_the_answers_are_the_same(
+    tiny: Path, reference: list[Any], chunk: int
+) -> None:
+    with open_llm(tiny, chunk=chunk, sequences=3) as llm:
+        together = llm.generate_batch(PROMPTS, GREEDY)
+    for one, other in zip(reference, together, strict=True):
+        assert other.ids == one.ids
+        assert other.logprobs == one.logprobs
+        assert other.text == one.text
+    assert max(c.receipt.shared_steps for c in together) > 0
+
+
+def shrink(llm: LLM, slots: int) -> LLM:
+    """Leave the store so few slots that it must read again and again."""
+    assert llm.store is not None
+    assert llm.store.resize(slots) == slots
+    return llm
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(max_tokens=24, seed=3, top_p=0.9)])
+def test_few_slots_read_more_and_say_the_same(tiny: Path, sampling: SamplingParams) -> None:
+    with open_llm(tiny) as llm:
+        free = llm.generate(PROMPTS[0], sampling)
+    with shrink(open_llm(tiny), 5) as llm:
+        tight = llm.generate(PROMPTS[0], sampling)
+    assert tight.ids == free.ids
+    assert tight.receipt.expert_misses > free.receipt.expert_misses
+    assert tight.receipt.expert_hits + tight.receipt.expert_misses == tight.receipt.expert_requests
+    assert tight.receipt.decode_bytes_read > 0
+    assert tight.receipt.stall_s >= 0
+
+
+def test_callers_in_several_threads_get_their_own_answers(tiny: Path, reference: list[Any]) -> None:
+    answers: dict[int, Any] = {}
+    with open_llm(tiny, sequences=2) as llm:
+
+        def ask(index: int) -> None:
+            answers[index] = llm.generate(PROMPTS[index % 3], GREEDY)
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [answers[i].ids for i in range(6)] == [reference[i % 3].ids for i in range(6)]
+
+
+def test_seed_reproduces_and_is_reported(tiny: Path) -> None:
+    params = SamplingParams(max_tokens=16, temperature=1.0)
+    with open_llm(tiny) as llm:
+        first = llm.generate("x", params)
+        again = llm.generate(
+            "x", SamplingParams(max_tokens=16, temperature=1.0, seed=first.receipt.seed)
+        )
+        assert again.ids == first.ids
+        assert llm.generate("x", params).receipt.seed != first.receipt.seed
+
+
+def test_pieces_join_to_the_text_and_a_stop_string_is_never_shown(tiny: Path) -> None:
+    with open_llm(tiny) as llm:
+        free = llm.generate(PROMPTS[0], GREEDY)
+        stop = free.text[5:8]
+        stream = llm.stream(
+            PROMPTS[0], SamplingParams(max_tokens=24, temperature=0.0, stop=(stop,))
+        )
+        pieces = list(stream)
+        result = stream.result()
+    assert "".join(pieces) == result.text == free.text[: free.text.index(stop)]
+    assert result.finish_reason == "stop"
+    assert not any(stop in piece for piece in pieces)
+    assert len(result.ids) < len(free.ids)
+
+
+def test_leaving_a_stream_frees_its_pages(tiny: Path) -> None:
+    with open_llm(tiny) as llm:
+        stream = llm.stream("hello", GREEDY)
+        for _ in stream:
+            break
+        assert stream.result().finish_reason == "cancelled"
+        assert llm._loop.num_pages_used == 0
+        assert not llm._loop.has_work
+
+
+def test_eos_ends_an_answer_unless_ignored(tiny: Path, reference: list[Any]) -> None:
+    end = reference[0].ids[6]
+    with open_llm(tiny) as llm:
+        llm.generation_config = {"eos_token_id": [end]}
+        ended = llm.generate(PROMPTS[0], SamplingParams(max_tokens=24, temperature=0.0))
+        first = reference[0].ids.index(end)
+        assert ended.ids == reference[0].ids[: first + 1]
+        assert ended.finish_reason == "stop"
+        assert llm.generate(PROMPTS[0], GREEDY).ids == reference[0].ids
+
+
+def test_second_turn_reuses_the_first(tiny: Path) -> None:
+    with open_llm(tiny) as llm:
+        first = llm.generate("a" * 70, SamplingParams(max_tokens=8, temperature=0.0))
+        assert first.receipt.cached_tokens == 0
+        again = llm.generate("a" * 70, SamplingParams(max_tokens=8, temperature=0.0))
+    assert again.receipt.cached_tokens == 64
+    assert again.ids == first.ids
+
+
+def test_score_matches_what_generating_said(tiny: Path, reference: list[Any]) -> None:
+    with open_llm(tiny) as llm:
+        prompt = llm.tokenizer.encode(PROMPTS[0])
+        score = llm.score([*prompt, *reference[0].ids])
+    given = [entry.logprob for entry in score.logprobs[len(prompt) :] if entry is not None]
+    assert given == [entry.logprob for entry in reference[0].logprobs]
+    assert score.logprobs[0] is None
+    assert score.total < 0
+
+
+def test_receipt_adds_up(tiny: Path) -> None:
+    with open_llm(tiny) as llm:
+        shrink(llm, 5)
+        receipt = llm.generate(PROMPTS[0], GREEDY).receipt
+    assert receipt.decode_tokens == receipt.completion_tokens - 1 == 23
+    assert receipt.bytes_read == receipt.prefill_bytes_read + receipt.decode_bytes_read
+    assert receipt.peak_memory_bytes > 0
+    assert receipt.memory_ceiling_bytes == 8 << 30
+    assert receipt.lossy is None
+    assert receipt.read_mode in ("direct", "buffered")
+
+
+def test_read_error_ends_the_answer_and_not_the_engine(tiny: Path, reference: list[Any]) -> None:
+    with shrink(open_llm(tiny), 5) as llm:
+        _core.inject_fault("eio", after=0, count=1000, path_contains="safetensors")
+        try:
+            broken = llm.generate(PROMPTS[0], GREEDY)
+            with pytest.raises(ExpertReadError, match="layer"):
+                llm.score("some other text")
+        finally:
+            _core.clear_faults()
+        assert broken.finish_reason == "error"
+        assert broken.error is not None and "expert" in broken.error
+        assert llm._loop.num_pages_used == 0
+        assert llm.generate(PROMPTS[0], GREEDY).ids == reference[0].ids
+
+
+def test_bad_requests_are_named(tiny: Path) -> None:
+    with open_llm(tiny, context=32) as llm:
+        with pytest.raises(RequestError, match="at most 31 tokens, got 100"):
+            llm.generate("a" * 100)
+        with pytest.raises(RequestError, match="outside the vocabulary"):
+            llm.generate([5000])
+        with pytest.raises(RequestError, match="empty"):
+            llm.generate("")
+        assert llm.generate("ok", GREEDY).finish_reason == "length"
+    with pytest.raises(RequestError, match="closed"):
+        llm.generate("ok")
+
+
+def test_chat_uses_the_template_or_continues_the_text(
+    tiny: Path, tiny_chat: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    messages = [{"role": "user", "content": "hi<|end|>"}]
+    with open_llm(tiny_chat) as llm:
+        ids = llm.tokenizer.encode_chat(messages)
+        assert llm.chat(messages, GREEDY).ids == llm.generate(ids, GREEDY).ids
+        assert ids.count(2) == 1
+        assert not caplog.records
+    with open_llm(tiny) as llm:
+        assert llm.chat(messages, GREEDY).ids == llm.generate("hi<|end|>", GREEDY).ids
+        llm.chat(messages, GREEDY)
+    assert [r.message for r in caplog.records] == [
+        "this model has no chat template: it continues the text as it stands"
+    ]
+
+
+def test_history_is_written_and_warms_the_next_start(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "history.json"
+    options = ExpertConfig(history="write", history_path=path)
+    with LLM(tiny, memory="8GiB", experts=options) as llm:
+        cold = llm.generate(PROMPTS[0], GREEDY).receipt
+    assert path.exists()
+    with LLM(tiny, memory="8GiB", experts=ExpertConfig(history="read", history_path=path)) as llm:
+        assert llm.store is not None
+        for _ in range(500):  # warming goes on in the background
+            if llm.store.stats().prefetch_bytes > 0:
+                break
+            time.sleep(0.01)
+        warmed = llm.generate(PROMPTS[0], GREEDY).receipt
+        assert llm.store.stats().prefetch_hits > 0
+    assert warmed.expert_misses < cold.expert_misses
+
+
+def test_what_cannot_be_is_refused_at_the_door(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(MemoryBudgetError, match="dense weights"):
+        LLM(tiny, memory="20MiB")
+    with pytest.raises(ConfigError, match="unknown option `memroy`"):
+        LLM(tiny, memroy="2GiB")
+    with pytest.raises(ConfigError, match="at most 128 tokens"):
+        LLM(tiny, context=4096)
+    with pytest.raises(CheckpointError, match="no such model"):
+        LLM(tmp_path / "missing")
+    with pytest.raises(CheckpointError, match=r"hint: download"):
+        LLM("owner/name")
