@@ -1,0 +1,78 @@
+"""The application: its commands, and how every one of them ends.
+
+stdout is data, everything else goes to stderr. A failure is one message and exit status 1, wrong
+usage 2, Ctrl-C 130. No traceback reaches the user unless HEADRACE_DEBUG is set.
+"""
+
+import logging
+import os
+import sys
+from typing import Annotated
+
+import click
+import typer
+
+from headrace.cli import chat, convert, inspect, plan, run
+from headrace.errors import EngineError
+
+app = typer.Typer(
+    name="headrace",
+    help="Run mixture-of-experts language models larger than memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _main(
+    version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
+) -> None:
+    if version:
+        from importlib.metadata import version as version_of
+
+        typer.echo(f"headrace {version_of('headrace')}")
+        raise typer.Exit
+
+
+for _module in (run, chat, plan, convert, inspect):
+    app.command()(_module.command)
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    sys.exit(_run(sys.argv[1:]))
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        status = app(arguments, standalone_mode=False)
+        sys.stdout.flush()
+        return status if isinstance(status, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except BrokenPipeError:
+        # The reader of our output is gone; keep the interpreter from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except EngineError as error:
+        return _fail(str(error))
+    except (OSError, MemoryError) as error:
+        return _fail(f"{type(error).__name__}: {error}")
+    except Exception as error:
+        if os.environ.get("HEADRACE_DEBUG"):
+            raise
+        return _fail(
+            f"unexpected {type(error).__name__}: {error}\n"
+            "hint: this is a bug in headrace; HEADRACE_DEBUG=1 shows where"
+        )
+
+
+def _fail(message: str) -> int:
+    print(f"headrace: {message}", file=sys.stderr)
+    return 1

@@ -1,0 +1,270 @@
+"""`headrace chat`: a conversation at the terminal, or from lines on stdin.
+
+Ctrl-C ends the answer and not the program, Ctrl-D leaves. The session owns the messages; the pages
+of earlier turns stay in the engine, so that a turn computes only what is new.
+"""
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headrace.cli.options import takes
+from headrace.config import EngineConfig, SamplingParams
+from headrace.errors import EngineError
+
+if TYPE_CHECKING:
+    from headrace.llm import LLM, Stream
+    from headrace.metrics import Receipt
+
+HELP = """\
+/reset         forget the conversation
+/system TEXT   set the system message (without TEXT: drop it) and forget the conversation
+/stats         what the last answer and the whole session cost
+/save FILE     write the conversation as JSON
+/help          this list
+/exit          leave, as Ctrl-D does
+A line that ends with \\ goes on, \"\"\" begins and ends several lines, Alt-Enter breaks a line.
+Ctrl-C ends an answer."""
+QUOTES = '"""'
+
+
+@takes(EngineConfig, SamplingParams)
+def command(
+    model: Annotated[
+        str, typer.Argument(metavar="[MODEL]", help="a checkpoint directory or `demo`")
+    ] = "demo",
+    system: Annotated[
+        str | None, typer.Option(help="the system message", show_default=False)
+    ] = None,
+    *,
+    engine: EngineConfig,
+    sampling: SamplingParams,
+) -> None:
+    """Talk with MODEL."""
+    from headrace.cli.report import describe, say
+    from headrace.cli.wait import loading
+    from headrace.llm import LLM
+
+    with loading(model), LLM(model, engine) as llm:
+        say(describe(llm, model))
+        is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        if is_terminal:
+            say("/help lists what else can be said; Ctrl-D leaves")
+        session = Session(llm, model, sampling, system)
+        for text in _inputs(_terminal_reader() if is_terminal else _pipe_reader()):
+            if not session.take(text):
+                break
+
+
+class Session:
+    """One conversation and what it cost."""
+
+    def __init__(
+        self, llm: "LLM", model: str, sampling: SamplingParams, system: str | None = None
+    ) -> None:
+        self._llm = llm
+        self._model = model
+        self._sampling = sampling
+        self._system = system
+        self._receipts: list[Receipt] = []
+        self.messages: list[dict[str, Any]] = []
+        self._reset()
+
+    def take(self, text: str) -> bool:
+        """Obey a command or answer a message; False ends the session."""
+        from headrace.cli.report import say
+
+        if not text.strip():
+            return True
+        if not text.startswith("/"):
+            self._answer(text)
+            return True
+        name, _, rest = text[1:].strip().partition(" ")
+        if name in ("exit", "quit"):
+            return False
+        action = {
+            "reset": lambda _: self._reset(),
+            "system": self._set_system,
+            "stats": lambda _: self._stats(),
+            "save": self._save,
+            "help": lambda _: say(HELP, style=""),
+        }.get(name)
+        if action is None:
+            say(f"unknown command /{name}; /help lists them", style="")
+        else:
+            action(rest.strip())
+        return True
+
+    def _answer(self, text: str) -> None:
+        from headrace.cli.report import say
+
+        self.messages.append({"role": "user", "content": text})
+        try:
+            stream = self._llm.stream_chat(self.messages, self._sampling)
+        except EngineError as error:
+            self.messages.pop()
+            say(f"headrace: {error}", style="")
+            return
+        _print_stream(stream)
+        result = stream.result()
+        self._receipts.append(result.receipt)
+        self.messages.append({"role": "assistant", "content": result.text})
+        if result.error is not None:
+            say(f"headrace: {result.error}", style="")
+
+    def _reset(self) -> None:
+        self.messages = []
+        if self._system:
+            self.messages.append({"role": "system", "content": self._system})
+
+    def _set_system(self, text: str) -> None:
+        self._system = text or None
+        self._reset()
+
+    def _stats(self) -> None:
+        from headrace.cli.report import say, say_receipt
+
+        if not self._receipts:
+            say("nothing was answered yet", style="")
+            return
+        say_receipt(self._receipts[-1])
+        prompt = sum(r.prompt_tokens for r in self._receipts)
+        cached = sum(r.cached_tokens for r in self._receipts)
+        answered = sum(r.completion_tokens for r in self._receipts)
+        seconds = sum(r.prefill_s + r.decode_s for r in self._receipts)
+        say(
+            f"session: {len(self._receipts)} answers, {prompt} prompt tokens ({cached} cached), "
+            f"{answered} answer tokens, {seconds:.1f} s"
+        )
+
+    def _save(self, name: str) -> None:
+        from headrace.cli.report import say
+
+        if not name:
+            say("usage: /save FILE", style="")
+            return
+        content = {"model": self._model, "messages": self.messages}
+        try:
+            Path(name).expanduser().write_text(
+                json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8"
+            )
+        except OSError as error:
+            say(f"headrace: conversation not saved: {error}", style="")
+            return
+        say(f"saved {len(self.messages)} messages to {name}")
+
+
+def _print_stream(stream: "Stream") -> None:
+    """Write an answer as it comes; Ctrl-C ends it between two steps, a second one at once."""
+    from headrace.cli.wait import Progress
+
+    pressed = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with Progress(stream) as progress:
+            while not stream.is_finished and not pressed:
+                text = stream.advance()
+                progress.update()
+                if text:
+                    progress.stop()
+                    sys.stdout.write(text)
+                    sys.stdout.flush()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        stream.close()
+        signal.signal(signal.SIGINT, before)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def _inputs(read: Callable[[bool], str | None]) -> Iterator[str]:
+    """Join lines into messages.
+
+    Args:
+        read: gives the next line, or None at the end; its argument says that a message goes on.
+    """
+    while (line := read(False)) is not None:
+        if line.lstrip().startswith(QUOTES):
+            yield _quoted(line.lstrip()[len(QUOTES) :], read)
+            continue
+        while line.endswith("\\"):
+            more = read(True)
+            line = line[:-1] + "\n" + (more or "")
+            if more is None:
+                break
+        yield line
+
+
+def _quoted(line: str, read: Callable[[bool], str | None]) -> str:
+    lines: list[str] = []
+    while QUOTES not in line:
+        lines.append(line)
+        more = read(True)
+        if more is None:
+            return "\n".join(lines)
+        line = more
+    lines.append(line[: line.index(QUOTES)])
+    return "\n".join(lines).strip("\n")
+
+
+def _pipe_reader() -> Callable[[bool], str | None]:
+    def read(goes_on: bool) -> str | None:
+        line = sys.stdin.readline()
+        return line.removesuffix("\n").removesuffix("\r") if line else None
+
+    return read
+
+
+def _terminal_reader() -> Callable[[bool], str | None]:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    session: PromptSession[str] = PromptSession(history=_history(), key_bindings=keys)
+
+    def read(goes_on: bool) -> str | None:
+        while True:
+            try:
+                return session.prompt("... " if goes_on else "> ")
+            except KeyboardInterrupt:  # clears the line, as in a shell
+                continue
+            except EOFError:
+                return None
+
+    return read
+
+
+def _history() -> Any:
+    import platformdirs
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    folder = Path(platformdirs.user_state_dir("headrace"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "chat-history"
+        path.touch(mode=0o600)
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(str(path))
+
+
+command.__name__ = "chat"

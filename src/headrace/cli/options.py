@@ -1,0 +1,132 @@
+"""Command-line options, made from the fields of the configs: names, help and defaults stand there.
+
+`@takes(EngineConfig, SamplingParams)` gives a command one option per field and hands it the
+finished objects as `engine` and `sampling`.
+"""
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import Field, fields
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import typer
+
+from headrace.config import (
+    EngineConfig,
+    ExpertConfig,
+    SamplingParams,
+    parse_bytes,
+    parse_memory,
+)
+from headrace.errors import ConfigError
+
+Json: TypeAlias = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+
+_PANELS = {
+    SamplingParams: "Answer",
+    EngineConfig: "Memory and speed (never change a token)",
+    ExpertConfig: "Memory and speed (never change a token)",
+}
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def takes(*configs: type) -> Callable[[_F], _F]:
+    """Give a command the options of these configs.
+
+    Args:
+        configs: EngineConfig (with ExpertConfig's fields), SamplingParams, or both; they arrive
+            as the keyword arguments `engine` and `sampling`.
+    """
+
+    def decorate(command: _F) -> _F:
+        own = [
+            p
+            for p in inspect.signature(command, eval_str=True).parameters.values()
+            if p.name not in ("engine", "sampling")
+        ]
+        made = [parameter for config in configs for parameter in _parameters(config)]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> Any:
+            objects = {}
+            if EngineConfig in configs:
+                experts = _build(ExpertConfig, values)
+                objects["engine"] = _build(EngineConfig, values, experts=experts)
+            if SamplingParams in configs:
+                objects["sampling"] = _build(SamplingParams, values)
+            return command(**values, **objects)
+
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + made
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return typing.cast(_F, run)
+
+    return decorate
+
+
+def _parameters(config: type) -> Iterator[inspect.Parameter]:
+    for item in _fields(config):
+        if item.name == "experts":
+            yield from _parameters(ExpertConfig)
+            continue
+        kind = typing.get_type_hints(config)[item.name]
+        yield inspect.Parameter(
+            item.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None if item.default == () else item.default,
+            annotation=_annotation(config, item, kind),
+        )
+
+
+def _fields(config: type) -> list[Field[Any]]:
+    return [f for f in fields(config) if not f.metadata.get("api_only")]
+
+
+def _annotation(config: type, item: Field[Any], kind: Any) -> Any:
+    name = "--" + item.name.replace("_", "-")
+    flags = [item.metadata["short"], name] if "short" in item.metadata else [name]
+    extra: dict[str, Any] = {"help": item.metadata["help"], "rich_help_panel": _PANELS[config]}
+    if "env" in item.metadata:
+        extra["envvar"] = item.metadata["env"]
+    if item.metadata.get("unit") == "bytes":
+        parse = parse_memory if item.default == "auto" else parse_bytes
+        extra |= {"parser": functools.partial(_parsed, parse), "metavar": "SIZE"}
+        kind = Any
+    elif item.default == "auto" and kind is not str:
+        extra |= {"parser": _count_or_auto, "metavar": "INTEGER"}
+        kind = Any
+    elif kind is bool:
+        flags = [f"{name}/--no-{name[2:]}"]
+    elif typing.get_origin(kind) is tuple:
+        kind = list[typing.get_args(kind)[0]] | None  # type: ignore[misc]
+    if item.default is None:
+        extra["show_default"] = "as the model says" if config is SamplingParams else False
+        if item.name == "seed":
+            extra["show_default"] = "random"
+    return Annotated[kind, typer.Option(*flags, **extra)]
+
+
+def _build(config: type, values: dict[str, Any], **more: Any) -> Any:
+    taken = {f.name: values.pop(f.name) for f in _fields(config) if f.name in values}
+    for item in fields(config):
+        if item.default == () and item.name in taken:
+            taken[item.name] = tuple(taken[item.name] or ())
+    return config(**taken, **more)
+
+
+def _parsed(parse: Callable[[str], Any], text: str) -> Any:
+    try:
+        return parse(text)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error).replace("\n", "; ")) from None
+
+
+def _count_or_auto(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"expected `auto` or a number, got `{text}`") from None

@@ -1,0 +1,51 @@
+"""`headrace plan`: what a model would get of the memory, without loading it."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from headrace.cli.options import Json, takes
+from headrace.config import EngineConfig, parse_bytes
+from headrace.errors import ConfigError
+
+
+def _rate(text: str) -> float:
+    try:
+        return float(parse_bytes(text.removesuffix("/s")))
+    except ConfigError as error:
+        raise typer.BadParameter(str(error).replace("\n", "; ")) from None
+
+
+@takes(EngineConfig)
+def command(
+    model: Annotated[str, typer.Argument(metavar="MODEL")],
+    drive_bytes_per_s: Annotated[
+        Any,
+        typer.Option(
+            parser=_rate,
+            metavar="RATE",
+            help="the drive's bandwidth, such as 2.4GB/s",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+    *,
+    engine: EngineConfig,
+) -> None:
+    """Show what each part of MODEL gets of the memory, and what follows."""
+    from headrace.cli.report import print_plan
+    from headrace.llm import plan_model
+
+    made = plan_model(model, engine)
+    if not as_json:
+        print_plan(made, model, drive_bytes_per_s)
+        return
+    speed = None
+    if drive_bytes_per_s is not None:
+        speed = made.tokens_per_s(drive_bytes_per_s, made.expected_hit_rate or 0.0)
+    report = {"model": model, **made.as_dict(), "drive_bytes_per_s": drive_bytes_per_s}
+    print(json.dumps({**report, "predicted_tokens_per_s": speed}, ensure_ascii=False))
+
+
+command.__name__ = "plan"

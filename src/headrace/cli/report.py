@@ -1,0 +1,102 @@
+"""What the commands write for people, to stderr or as a report to stdout."""
+
+import sys
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headrace.metrics import Receipt, format_bytes
+
+if TYPE_CHECKING:
+    from headrace.llm import LLM
+    from headrace.plan import MemoryPlan
+
+
+def stderr() -> Console:
+    """A console on stderr; NO_COLOR is honoured by rich."""
+    return Console(file=sys.stderr, highlight=False, soft_wrap=True)
+
+
+def say(text: str, style: str = "dim") -> None:
+    """Write a remark to stderr."""
+    stderr().print(Text(text, style=style))
+
+
+def say_receipt(receipt: Receipt) -> None:
+    """Write a receipt to stderr."""
+    for line in receipt.lines():
+        say(line)
+
+
+def describe(llm: "LLM", name: str) -> str:
+    """One line on what runs and how: model, experts, slots, reads."""
+    spec, plan = llm.spec, llm.plan
+    parts = [name, f"{spec.model_type}, {spec.num_hidden_layers} layers"]
+    if llm.store is not None and llm.checkpoint.records is not None:
+        layout = llm.checkpoint.records.layout
+        parts += [
+            f"{spec.num_experts} experts, {spec.num_experts_per_tok} per token, "
+            f"{layout.gate.format}",
+            f"slots for {plan.num_slots} of {plan.num_records}, "
+            + ("resident" if plan.is_resident else f"{llm.store.stats().read_mode} reads"),
+        ]
+    parts.append(f"memory {format_bytes(plan.ceiling_bytes)}")
+    return " · ".join(parts)
+
+
+def print_plan(plan: "MemoryPlan", name: str, drive_bytes_per_s: float | None) -> None:
+    """Write a memory plan to stdout."""
+    console = Console(highlight=False)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(justify="right", style="dim")
+    for part, count in plan.parts():
+        if count:
+            table.add_row(part, format_bytes(count), f"{100 * count / plan.ceiling_bytes:.1f} %")
+    table.add_row("ceiling", format_bytes(plan.ceiling_bytes), plan.ceiling_from, style="bold")
+    console.print(Text(f"memory of {name}", style="bold"))
+    console.print(table)
+    for line in _plan_lines(plan, drive_bytes_per_s):
+        console.print(Text(line))
+    for note in plan.notes:
+        console.print(Text(f"note: {note}", style="yellow"))
+
+
+def _plan_lines(plan: "MemoryPlan", drive_bytes_per_s: float | None) -> list[str]:
+    lines = [f"floor {format_bytes(plan.floor_bytes)}, context {plan.context} tokens"]
+    if not plan.num_records:
+        return lines
+    share = 100 * plan.num_slots / plan.num_records
+    lines += [
+        f"slots hold {plan.num_slots} of {plan.num_records} records ({share:.1f} %), "
+        f"{format_bytes(plan.record_bytes)} each",
+        f"working set of a token: {plan.working_set_records} records, "
+        f"{format_bytes(plan.working_set_bytes)}",
+        f"read per token, cold: {format_bytes(plan.cold_bytes_per_token)}",
+    ]
+    rate = plan.expected_hit_rate
+    lines.append(
+        "expected hit rate: "
+        + ("not known, no history" if rate is None else f"{100 * rate:.1f} % from the history")
+        if not plan.is_resident
+        else "expected hit rate: 100 % once read"
+    )
+    lines.append(_speed_line(plan, drive_bytes_per_s))
+    return lines
+
+
+def _speed_line(plan: "MemoryPlan", drive_bytes_per_s: float | None) -> str:
+    if plan.is_resident:
+        return "predicted speed: not bound by the drive"
+    if drive_bytes_per_s is None:
+        return "predicted speed: drive not measured (give `--drive-bytes-per-s`)"
+    hit_rate = plan.expected_hit_rate or 0.0
+    speed = plan.tokens_per_s(drive_bytes_per_s, hit_rate)
+    assert speed is not None, "a plan that is not resident misses"
+    return (
+        f"predicted speed: at most {speed:.2f} tok/s = {drive_bytes_per_s / 1e9:.2f} GB/s / "
+        f"({1 - hit_rate:.3f} missed x {format_bytes(plan.cold_bytes_per_token)})"
+    )

@@ -1,0 +1,120 @@
+"""`headrace run`: one prompt, one answer, streamed; the receipt goes to stderr."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headrace.cli.options import Json, takes
+from headrace.config import EngineConfig, SamplingParams
+
+if TYPE_CHECKING:
+    from headrace.llm import LLM, Completion, Stream
+
+DEFAULT_PROMPT = "Once upon a time"
+
+
+@takes(EngineConfig, SamplingParams)
+def command(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", help="a checkpoint directory or `demo`", show_default="demo"
+        ),
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PROMPT]",
+            help="the text; `-` reads it from stdin",
+            show_default=DEFAULT_PROMPT,
+        ),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="put the prompt into the model's chat template, or take it as it stands",
+            show_default="chat if the model has a template",
+        ),
+    ] = None,
+    as_json: Json = False,
+    *,
+    engine: EngineConfig,
+    sampling: SamplingParams,
+) -> int:
+    """Answer PROMPT with MODEL."""
+    model, prompt = _model_and_prompt(model, prompt)
+    from headrace.cli.report import describe, say, say_receipt
+    from headrace.cli.wait import loading
+    from headrace.llm import LLM
+
+    with loading(model), LLM(model, engine) as llm:
+        stream, form = _start(llm, prompt, chat, sampling)
+        say(f"{describe(llm, model)} · {form} prompt")
+        result = _follow(stream, show=not as_json)
+        if as_json:
+            _print_json(model, result)
+        else:
+            say_receipt(result.receipt)
+    if result.error is not None:
+        say(f"headrace: {result.error}", style="")
+        return 1
+    return 130 if result.finish_reason == "cancelled" else 0
+
+
+def _model_and_prompt(first: str | None, second: str | None) -> tuple[str, str]:
+    """Tell `run PROMPT` from `run MODEL`, and read a prompt of `-` from stdin."""
+    from headrace.llm import DEMO, is_model_name
+
+    if second is None and first is not None and not is_model_name(first):
+        first, second = DEMO, first
+    prompt = DEFAULT_PROMPT if second is None else second
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    return first or DEMO, prompt
+
+
+def _start(
+    llm: "LLM", prompt: str, chat: bool | None, sampling: SamplingParams
+) -> "tuple[Stream, str]":
+    if chat is None:
+        chat = llm.tokenizer.has_chat_template
+    if chat:
+        return llm.stream_chat([{"role": "user", "content": prompt}], sampling), "chat"
+    return llm.stream(prompt, sampling), "raw"
+
+
+def _follow(stream: "Stream", show: bool) -> "Completion":
+    from headrace.cli.wait import Progress
+
+    try:
+        with Progress(stream) as progress:
+            while not stream.is_finished:
+                text = stream.advance()
+                progress.update()
+                if show and text:
+                    progress.stop()
+                    sys.stdout.write(text)
+                    sys.stdout.flush()
+    except KeyboardInterrupt:
+        stream.close()
+    if show:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return stream.result()
+
+
+def _print_json(model: str, result: "Completion") -> None:
+    report: dict[str, Any] = {
+        "model": model,
+        "text": result.text,
+        "ids": list(result.ids),
+        "finish_reason": result.finish_reason,
+        "receipt": result.receipt.as_dict(),
+    }
+    print(json.dumps(report, ensure_ascii=False))
+
+
+command.__name__ = "run"
