@@ -199,6 +199,9 @@ class _Parser:
             raw = self.take(count * struct.calcsize(code), f"the elements of {key[:80]!r}")
             return np.frombuffer(raw, np.dtype(code).newbyteorder("<")).tolist()
         count = self.count(f"elements of {key[:80]!r}", least_bytes=8)
+        if element == _STRING:
+            what = f"an element of {key[:80]!r}"
+            return [self.string(what) for _ in range(count)]
         return [self.value(element, key, depth + 1) for _ in range(count)]
 
     def tensor_info(self) -> tuple[str, BlockType, tuple[int, ...], int, int]:
@@ -279,7 +282,7 @@ class _Parser:
         return count
 
     def string(self, what: str) -> str:
-        raw = self.take(self.scalar("Q", f"the length of {what}"), what)
+        raw = self.take(self.scalar("Q", what), what)
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError:
