@@ -102,7 +102,7 @@ class LLM:
         self._said: set[str] = set()
         self._set_up_kernels()
         self.spec, self.checkpoint = open_model(self.path)
-        self.tokenizer = Tokenizer.load(self.checkpoint.tokenizer_dir)
+        self.tokenizer = Tokenizer.of(self.checkpoint)
         self.generation_config = self.checkpoint.generation_config
         self._load()
 
@@ -435,14 +435,14 @@ def resolve_model(model: str | Path) -> Path:
         path = Path(__file__).parent / DEMO
         if not path.is_dir():
             raise CheckpointError(
-                f"this installation holds no demo model: {path}\nhint: name a checkpoint directory"
+                f"this installation holds no demo model: {path}\nhint: name a checkpoint"
             )
         return path
     path = Path(model).expanduser()
     if not path.exists():
         is_id = _HUB_ID.fullmatch(str(model)) is not None
         raise CheckpointError(
-            f"no such model: {model}\nexpected a directory or `{DEMO}`"
+            f"no such model: {model}\nexpected a directory, a GGUF file or `{DEMO}`"
             + ("\nhint: download the repository and give its folder" if is_id else "")
         )
     return path

