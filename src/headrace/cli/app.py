@@ -9,11 +9,13 @@ import os
 import sys
 from typing import Annotated
 
-import click
 import typer
 
 from headrace.cli import chat, convert, inspect, plan, run
 from headrace.errors import EngineError
+
+# Typer carries click along under changing names; its public BadParameter leads to the classes.
+_UsageError, _ClickException = typer.BadParameter.__mro__[1:3]
 
 app = typer.Typer(
     name="headrace",
@@ -51,10 +53,10 @@ def _run(arguments: list[str]) -> int:
         status = app(arguments, standalone_mode=False)
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
+    except _ClickException as error:
+        error.show()  # type: ignore[attr-defined]
+        return 2 if isinstance(error, _UsageError) else 1
+    except (typer.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:
         # The reader of our output is gone; keep the interpreter from complaining at exit.

@@ -37,7 +37,7 @@ QUOTES = '"""'
 @takes(EngineConfig, SamplingParams)
 def command(
     model: Annotated[
-        str, typer.Argument(metavar="[MODEL]", help="a checkpoint directory or `demo`")
+        str, typer.Argument(metavar="MODEL", help="a checkpoint directory or `demo`")
     ] = "demo",
     system: Annotated[
         str | None, typer.Option(help="the system message", show_default=False)
@@ -88,17 +88,17 @@ class Session:
         name, _, rest = text[1:].strip().partition(" ")
         if name in ("exit", "quit"):
             return False
-        action = {
-            "reset": lambda _: self._reset(),
+        actions: dict[str, Callable[[str], None]] = {
+            "reset": self._reset,
             "system": self._set_system,
-            "stats": lambda _: self._stats(),
+            "stats": self._stats,
             "save": self._save,
-            "help": lambda _: say(HELP, style=""),
-        }.get(name)
-        if action is None:
-            say(f"unknown command /{name}; /help lists them", style="")
+            "help": self._help,
+        }
+        if name in actions:
+            actions[name](rest.strip())
         else:
-            action(rest.strip())
+            say(f"unknown command /{name}; /help lists them", style="")
         return True
 
     def _answer(self, text: str) -> None:
@@ -118,7 +118,12 @@ class Session:
         if result.error is not None:
             say(f"headrace: {result.error}", style="")
 
-    def _reset(self) -> None:
+    def _help(self, _: str) -> None:
+        from headrace.cli.report import say
+
+        say(HELP, style="")
+
+    def _reset(self, _: str = "") -> None:
         self.messages = []
         if self._system:
             self.messages.append({"role": "system", "content": self._system})
@@ -127,7 +132,7 @@ class Session:
         self._system = text or None
         self._reset()
 
-    def _stats(self) -> None:
+    def _stats(self, _: str) -> None:
         from headrace.cli.report import say, say_receipt
 
         if not self._receipts:

@@ -20,13 +20,13 @@ def command(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]", help="a checkpoint directory or `demo`", show_default="demo"
+            metavar="MODEL", help="a checkpoint directory or `demo`", show_default="demo"
         ),
     ] = None,
     prompt: Annotated[
         str | None,
         typer.Argument(
-            metavar="[PROMPT]",
+            metavar="PROMPT",
             help="the text; `-` reads it from stdin",
             show_default=DEFAULT_PROMPT,
         ),

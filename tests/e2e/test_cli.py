@@ -1,0 +1,347 @@
+"""The commands, as a user types them: what they print where, and how they exit."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headrace.llm
+from headrace.cli.app import _run
+from headrace.engine.loop import EngineLoop
+
+QUIET = ("--history", "off", "--memory", "4GiB")
+RECEIPT_KEYS = {
+    "prompt_tokens", "prefill_s", "decode_tokens", "decode_s", "decode_tokens_per_s",
+    "expert_requests", "expert_hits", "expert_misses", "bytes_read", "bytes_read_per_token",
+    "drive_bytes_per_s", "stall_s", "peak_memory_bytes", "memory_ceiling_bytes", "read_mode",
+    "lossy",
+}  # fmt: skip
+
+
+class Result:
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status, self.out, self.err = status, out, err
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*arguments: object) -> Result:
+        status = _run([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return Result(status, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture
+def feed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def put(text: str) -> None:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+    return put
+
+
+def test_run_streams_text_and_tells_the_cost_on_stderr(cli: Any, tiny: Path) -> None:
+    result = cli("run", tiny, "hello", "-n", 8, "--temperature", 0, *QUIET)
+    assert result.status == 0
+    assert len(result.out) > 8 and result.out.endswith("\n")
+    assert "raw prompt" in result.err and "tok/s" in result.err and "memory peak" in result.err
+
+
+def test_run_json_is_one_object_and_nothing_else(cli: Any, tiny: Path) -> None:
+    plain = cli("run", tiny, "hello", "-n", 8, "--temperature", 0, *QUIET)
+    result = cli("run", tiny, "hello", "-n", 8, "--temperature", 0, "--json", *QUIET)
+    report = json.loads(result.out)
+    assert list(report) == ["model", "text", "ids", "finish_reason", "receipt"]
+    assert report["text"] + "\n" == plain.out
+    assert len(report["ids"]) == 8 and report["finish_reason"] == "length"
+    assert set(report["receipt"]) >= RECEIPT_KEYS
+    assert report["receipt"]["lossy"] is None
+    assert report["receipt"]["memory_ceiling_bytes"] == 4 << 30
+
+
+def test_one_word_that_is_no_model_is_a_prompt_for_the_demo(
+    cli: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(headrace.llm, "__file__", str(tmp_path / "llm.py"))
+    missing = cli("run", "Once upon a time", *QUIET)
+    assert missing.status == 1
+    assert "holds no demo model" in missing.err and "Traceback" not in missing.err
+    (tmp_path / "demo").symlink_to(tiny)
+    told = cli("run", "Once upon", "--json", "-n", 2, *QUIET)
+    assert json.loads(told.out)["model"] == "demo"
+    assert json.loads(told.out)["receipt"]["prompt_tokens"] == 9
+    alone = json.loads(cli("run", "--json", "-n", 2, *QUIET).out)
+    assert alone["receipt"]["prompt_tokens"] == 15  # "Once upon a time"
+    only_model = json.loads(cli("run", tiny, "--json", "-n", 2, *QUIET).out)
+    assert only_model["receipt"]["prompt_tokens"] == 15
+
+
+def test_a_dash_reads_the_prompt_from_stdin(cli: Any, feed: Any, tiny: Path) -> None:
+    feed("hello")
+    result = cli("run", tiny, "-", "-n", 8, "--temperature", 0, *QUIET)
+    assert result.out == cli("run", tiny, "hello", "-n", 8, "--temperature", 0, *QUIET).out
+
+
+def test_a_chat_template_is_used_unless_raw_is_asked_for(cli: Any, tiny_chat: Path) -> None:
+    chat = cli("run", tiny_chat, "hi", "-n", 4, "--json", *QUIET)
+    raw = cli("run", tiny_chat, "hi", "-n", 4, "--json", "--raw", *QUIET)
+    assert "chat prompt" in chat.err and "raw prompt" in raw.err
+    assert json.loads(raw.out)["receipt"]["prompt_tokens"] == 1
+    assert json.loads(chat.out)["receipt"]["prompt_tokens"] > 10
+
+
+def test_seed_and_stop_reach_the_sampler(cli: Any, tiny: Path) -> None:
+    def ask(*options: object) -> Any:
+        return json.loads(cli("run", tiny, "hello", "-n", 20, "--json", *options, *QUIET).out)
+
+    one, two = ask("--seed", 5), ask("--seed", 5)
+    assert one["ids"] == two["ids"] and one["receipt"]["seed"] == 5
+    stop = one["text"][3:5]
+    stopped = ask("--seed", 5, "--stop", stop, "--stop", "never so")
+    assert stopped["finish_reason"] == "stop"
+    assert one["text"].startswith(stopped["text"]) and stop not in stopped["text"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "x", "--temprature", "1"],
+        ["run", "x", "--memory", "lots"],
+        ["run", "x", "--context", "many"],
+        ["run", "a", "b", "c"],
+        ["plan"],
+        ["nosuch"],
+    ],
+)
+def test_wrong_usage_exits_2(cli: Any, arguments: list[str]) -> None:
+    result = cli(*arguments)
+    assert result.status == 2
+    assert result.out == "" and "Error" in result.err and "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "./missing", "x"], "no such model: ./missing"),
+        (["run", "{tiny}", "x", "--temperature", "-1"], "option `temperature` is out of range"),
+        (["run", "{tiny}", "x", "--memory", "20MiB"], "memory is below the floor"),
+        (["run", "{tiny}", "{long}"], "longer than the context"),
+        (["run", "{tiny}", "x", "--kv", "q2"], "option `kv` is out of range"),
+        (["run", "{tiny}", "x", "--chat"], None),
+        (["plan", "{tiny}", "--context", "9999"], "at most 128 tokens"),
+        (["inspect", "./missing"], "no such model"),
+        (["convert", "./missing", "./dest"], "missing"),
+        (["run", "{notok}", "x"], "tokenizer is missing"),
+    ],
+)
+def test_failures_are_one_message_and_status_1(
+    cli: Any, tiny: Path, tmp_path: Path, arguments: list[str], message: str | None
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in tiny.iterdir():
+        if "tokenizer" not in file.name:
+            (bare / file.name).symlink_to(file)
+    names = {"{tiny}": str(tiny), "{long}": "a" * 500, "{notok}": str(bare)}
+    result = cli(*[names.get(a, a) for a in arguments])
+    if message is None:  # --chat without a template continues the text, and says so
+        assert result.status == 0
+        return
+    assert result.status == 1
+    assert result.out == ""
+    assert message in result.err
+    assert "Traceback" not in result.err
+
+
+def test_plan_for_people_and_for_machines(cli: Any, tiny: Path) -> None:
+    text = cli("plan", tiny, "--memory", "1GiB", "--context", 64).out
+    assert "expert slots, 16 of 16 records" in text and "ceiling" in text
+    report = json.loads(
+        cli("plan", tiny, "--memory", "1GiB", "--json", "--drive-bytes-per-s", "2GB/s").out
+    )
+    assert report["ceiling_bytes"] == 1 << 30
+    assert report["num_slots"] == report["num_records"] == 16
+    assert report["predicted_tokens_per_s"] is None  # resident: the drive is no bound
+    parts = "interpreter dense embedding kv work readers margin slots unused".split()
+    assert sum(report[f"{p}_bytes"] for p in parts) == report["ceiling_bytes"]
+
+
+def test_convert_then_inspect_then_run_the_container(cli: Any, tiny: Path, tmp_path: Path) -> None:
+    dest = tmp_path / "container"
+    made = cli("convert", tiny, dest, "--experts", "bf16", "--dense", "bf16")
+    assert made.status == 0, made.err
+    assert (
+        "complete already" in cli("convert", tiny, dest, "--experts", "bf16", "--dense", "bf16").err
+    )
+    report = json.loads(cli("inspect", dest, "--verify", "--json").out)
+    assert report["verify"]["is_sound"] and report["kind"] == "container"
+    assert "sound" in cli("inspect", dest, "--verify").out
+    options = ("hello", "-n", 12, "--temperature", 0, "--json", *QUIET)
+    in_place = json.loads(cli("run", tiny, *options).out)
+    packed = json.loads(cli("run", dest, *options).out)
+    assert packed["ids"] == in_place["ids"]  # bf16 is exact in both
+    receipt = packed["receipt"]
+    assert receipt["bytes_read"] == receipt["expert_misses"] * receipt["record_bytes"]
+    victim = next(dest.glob("experts-*.safetensors"))
+    data = bytearray(victim.read_bytes())
+    data[-5000] ^= 1
+    victim.write_bytes(data)
+    damaged = cli("inspect", dest, "--verify")
+    assert damaged.status == 1 and "DAMAGED" in damaged.out and victim.name in damaged.out
+    broken = cli("run", dest, *options)
+    assert broken.status == 1 and "checksum" in broken.err
+    assert json.loads(broken.out)["finish_reason"] == "error"
+
+
+def test_chat_from_a_pipe(cli: Any, feed: Any, tiny_chat: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.json"
+    feed(
+        "hello\n\none \\\nmore line\n/stats\n"
+        '"""several\nlines"""\n'
+        f"/save {saved}\n/reset\n/system be brief\nagain\n/save {saved}.2\n"
+        "/nonsense\n/help\n/exit\n"
+        "never read\n"
+    )
+    result = cli("chat", tiny_chat, "-n", 6, "--temperature", 0, *QUIET)
+    assert result.status == 0, result.err
+    messages = json.loads(saved.read_text())["messages"]
+    assert [m["role"] for m in messages] == ["user", "assistant"] * 3
+    assert [m["content"] for m in messages[::2]] == ["hello", "one \nmore line", "several\nlines"]
+    after = json.loads(Path(f"{saved}.2").read_text())["messages"]
+    assert [m["role"] for m in after] == ["system", "user", "assistant"]
+    assert "session: 2 answers" in result.err
+    assert "unknown command /nonsense" in result.err and "/reset" in result.err
+    assert result.out.splitlines()[0] == messages[1]["content"]
+
+
+def test_chat_survives_a_message_that_is_too_long(cli: Any, feed: Any, tiny_chat: Path) -> None:
+    feed("a" * 500 + "\nhi\n")
+    result = cli("chat", tiny_chat, "-n", 3, *QUIET)
+    assert result.status == 0
+    assert "longer than the context" in result.err
+    assert len(result.out.splitlines()) == 1
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = EngineLoop.step
+
+    def slowly(loop: EngineLoop) -> bool:
+        time.sleep(0.02)
+        return step(loop)
+
+    monkeypatch.setattr(EngineLoop, "step", slowly)
+
+
+def interrupt_after(seconds: float) -> threading.Timer:
+    timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    return timer
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_chat(
+    cli: Any, feed: Any, tiny_chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_down(monkeypatch)
+    saved = tmp_path / "talk.json"
+    feed(f"hello\nagain\n/save {saved}\n")
+    loaded = threading.Event()
+    submit = EngineLoop.submit
+
+    def submitted(*args: Any, **options: Any) -> Any:
+        if not loaded.is_set():
+            loaded.set()
+            interrupt_after(0.3)
+        return submit(*args, **options)
+
+    monkeypatch.setattr(EngineLoop, "submit", submitted)
+    result = cli("chat", tiny_chat, "-n", 40, "--temperature", 0, "--ignore-eos", *QUIET)
+    assert result.status == 0
+    messages = json.loads(saved.read_text())["messages"]
+    assert len(messages) == 4
+    assert 0 < len(messages[1]["content"]) < 40 <= len(messages[3]["content"])
+
+
+def test_ctrl_c_in_run_exits_130_with_what_there_is(
+    cli: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_down(monkeypatch)
+    submit = EngineLoop.submit
+
+    def submitted(*args: Any, **options: Any) -> Any:
+        interrupt_after(0.3)
+        return submit(*args, **options)
+
+    monkeypatch.setattr(EngineLoop, "submit", submitted)
+    result = cli("run", tiny, "hello", "-n", 100, "--ignore-eos", *QUIET)
+    assert result.status == 130
+    assert "tok/s" in result.err
+
+
+def test_ctrl_c_while_loading_is_quiet() -> None:
+    code = "import sys, headrace.cli.run as r; r.DEFAULT_PROMPT;\n"
+    code += "import headrace.llm as l\n"
+    code += "def wait(*a, **k):\n print('loading', flush=True); import time; time.sleep(60)\n"
+    code += "l.LLM.__init__ = wait\nfrom headrace.cli import main\n"
+    code += "sys.argv = ['headrace', 'run', 'hello']\nmain()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True
+    ) as child:
+        assert child.stdout is not None and child.stdout.readline() == "loading\n"
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=30)
+    assert (child.returncode, err) == (130, "")
+
+
+def test_a_closed_pipe_is_no_traceback(tiny: Path) -> None:
+    command = [sys.executable, "-c", "from headrace.cli import main; main()", "run", str(tiny)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([*command, "hello", *QUIET], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    err = done.stderr.decode()
+    assert done.returncode == 1
+    assert "Traceback" not in err and "Exception" not in err
+
+
+def test_an_unforeseen_failure_is_a_message_unless_debugging(
+    cli: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineLoop, "step", lambda loop: 1 // 0)
+    result = cli("run", tiny, "x", *QUIET)
+    assert result.status == 1
+    assert "unexpected ZeroDivisionError" in result.err and "HEADRACE_DEBUG" in result.err
+    monkeypatch.setenv("HEADRACE_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        cli("run", tiny, "x", *QUIET)
+
+
+def test_isa_from_the_environment(cli: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_ISA", "scalar")
+    report = json.loads(cli("run", tiny, "x", "-n", 2, "--json", *QUIET).out)
+    assert report["receipt"]["isa"] == "scalar"
+    monkeypatch.setenv("HEADRACE_ISA", "mmx")
+    assert "option `isa` is out of range" in cli("run", tiny, "x", *QUIET).err
+
+
+def test_help_and_version_need_no_heavy_import() -> None:
+    code = (
+        "import sys\nfrom headrace.cli.app import _run\n_run(['run', '--help'])\n"
+        "heavy = {'numpy', 'tokenizers', 'jinja2', 'headrace._core', 'prompt_toolkit'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    environment = {**os.environ, "COLUMNS": "100"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--repetition-penalty" in done.stdout
