@@ -15,6 +15,7 @@ from tiny_models import make_case, open_model, read_expected, run
 from headrace.checkpoint.gguf import GgufCheckpoint, config_from_metadata
 from headrace.checkpoint.gguf_blocks import DEQUANTIZERS, dequantize
 from headrace.checkpoint.gguf_header import BLOCK_TYPES, read_header
+from headrace.config import SamplingParams
 from headrace.errors import CheckpointError, EngineError, UnsupportedModelError
 from headrace.llm import LLM
 from headrace.models.registry import load_spec
@@ -221,11 +222,10 @@ def test_a_gguf_file_answers_through_the_whole_engine(tmp_path: Path) -> None:
     ids = read_expected("llama", "linear")["ids"].tolist()
     greedy = read_expected("llama", "linear")["greedy"].tolist()
     with LLM(path, memory="1GiB", context=128, kv="f32") as llm:
-        found = llm.generate(ids, temperature=0, max_tokens=len(greedy), ignore_eos=True)
-        assert llm.tokenizer.encode("abcab") == [
-            llm.tokenizer.id_of("abc"),
-            llm.tokenizer.id_of("ab"),
-        ]
+        params = SamplingParams(temperature=0, max_tokens=len(greedy), ignore_eos=True)
+        found = llm.generate(ids, params)
+        tokens = [llm.tokenizer.token_text(token) for token in llm.tokenizer.encode("abcab")]
+    assert tokens == ["abc", "ab"]
     assert list(found.ids) == greedy
 
 
@@ -240,8 +240,7 @@ def test_smollm2_knows_a_capital() -> None:
     with LLM(path, context=256) as llm:
         answer = llm.chat(
             [{"role": "user", "content": "What is the capital of France?"}],
-            temperature=0,
-            max_tokens=32,
+            SamplingParams(temperature=0, max_tokens=32),
         )
     assert answer.text == "The capital of France is Paris."
     assert answer.finish_reason == "stop"
