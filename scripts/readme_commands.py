@@ -1,8 +1,8 @@
 """Runs the shell commands of a Markdown file, so that the README cannot go stale.
 
-Every line that starts with `$ ` inside a ```console block is run with bash in one fresh folder, in order.
-Installing is left to the caller: lines that start with `$ pip ` are skipped, and so is a block that
-follows the comment `<!-- not run: reason -->`, whose reason is printed.
+Every line that starts with `$ ` inside a ```console block is run with bash in one fresh folder, in
+order. Installing is left to the caller: lines that start with `$ pip ` are skipped, and so is a
+block that follows the comment `<!-- not run: reason -->`, whose reason is printed.
 """
 
 import re
@@ -11,7 +11,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]*) -->\n)?```console\n(?P<body>.*?)```", re.DOTALL)
+BLOCK = re.compile(
+    r"(?:<!-- not run: (?P<reason>[^>]*) -->\n)?```console\n(?P<body>.*?)```", re.DOTALL
+)
 
 
 def commands(text: str) -> list[str]:
