@@ -171,8 +171,9 @@ def test_plan_for_people_and_for_machines(cli: Any, tiny: Path) -> None:
     assert report["ceiling_bytes"] == 1 << 30
     assert report["num_slots"] == report["num_records"] == 16
     assert report["predicted_tokens_per_s"] is None  # resident: the drive is no bound
-    parts = "interpreter dense embedding kv work readers margin slots unused".split()
-    assert sum(report[f"{p}_bytes"] for p in parts) == report["ceiling_bytes"]
+    parts = ["interpreter", "dense", "embedding", "kv", "work", "readers", "margin", "slots"]
+    total = sum(report[f"{part}_bytes"] for part in [*parts, "unused"])
+    assert total == report["ceiling_bytes"]
 
 
 def test_convert_then_inspect_then_run_the_container(cli: Any, tiny: Path, tmp_path: Path) -> None:

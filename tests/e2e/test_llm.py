@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace import _core
+from headrace import _core, ops
 from headrace.config import ExpertConfig, SamplingParams
 from headrace.errors import (
     CheckpointError,
@@ -232,3 +232,21 @@ def test_what_cannot_be_is_refused_at_the_door(tiny: Path, tmp_path: Path) -> No
         LLM(tmp_path / "missing")
     with pytest.raises(CheckpointError, match=r"hint: download"):
         LLM("owner/name")
+
+
+def test_public_names_are_there_and_no_others() -> None:
+    import headrace
+
+    for name in headrace.__all__:
+        assert getattr(headrace, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute `nosuch`"):
+        _ = headrace.nosuch
+
+
+def test_buffers_do_not_gather_over_prompts_of_many_lengths(tiny: Path) -> None:
+    with open_llm(tiny) as llm:
+        ops.pool_trim()
+        llm.generate("a" * 120, SamplingParams(max_tokens=2))
+        for length in range(120, 17, -1):
+            llm.generate("b" * length, SamplingParams(max_tokens=1))
+            assert ops.pool_bytes() <= llm.plan.work_bytes

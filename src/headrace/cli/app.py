@@ -7,7 +7,7 @@ usage 2, Ctrl-C 130. No traceback reaches the user unless HEADRACE_DEBUG is set.
 import logging
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +15,8 @@ from headrace.cli import chat, convert, inspect, plan, run
 from headrace.errors import EngineError
 
 # Typer carries click along under changing names; its public BadParameter leads to the classes.
+_UsageError: Any
+_ClickException: Any
 _UsageError, _ClickException = typer.BadParameter.__mro__[1:3]
 
 app = typer.Typer(
@@ -54,7 +56,7 @@ def _run(arguments: list[str]) -> int:
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except _ClickException as error:
-        error.show()  # type: ignore[attr-defined]
+        error.show()
         return 2 if isinstance(error, _UsageError) else 1
     except (typer.Abort, KeyboardInterrupt):
         return 130

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from headrace import ops
 from headrace.arrays import Float32, Int32
 from headrace.config import ResolvedSampling
 from headrace.engine import sampler
@@ -22,6 +23,8 @@ from headrace.engine.sequence import Sequence, State, Usage, Watcher
 from headrace.errors import ExpertReadError, NumericError, RequestError
 from headrace.experts import ExpertStore
 from headrace.state import PAGE_TOKENS, KVPool, StepRows
+
+_SMALL_STEP = 16  # rows whose buffers are too small to count
 
 
 class StepModel(Protocol):
@@ -63,6 +66,7 @@ class EngineLoop:
             self._pages, max_sequences=max_sequences, chunk=chunk, max_logits_rows=max_logits_rows
         )
         self._next_id = 0
+        self._last_rows = 0
 
     @property
     def has_work(self) -> bool:
@@ -151,6 +155,7 @@ class EngineLoop:
             part.sequence.finish("error", error)
 
     def _compute(self, parts: list[Part]) -> None:
+        self._trim_buffers(sum(part.num_tokens for part in parts))
         with _Meter(self._experts, parts):
             logits = self._model(
                 _ids(parts), self._rows(parts), self._kv, self._experts, _logits_rows(parts)
@@ -160,6 +165,16 @@ class EngineLoop:
                 count = _num_logits(part)
                 self._advance(part, logits[offset : offset + count])
                 offset += count
+
+    def _trim_buffers(self, num_rows: int) -> None:
+        """Give back the buffers of a large step before one of another size makes its own.
+
+        The pool keeps each size it was ever asked for: without this, prompts of many lengths would
+        gather several times the work memory that the plan counts.
+        """
+        if num_rows != self._last_rows and max(num_rows, self._last_rows) > _SMALL_STEP:
+            ops.pool_trim()
+        self._last_rows = num_rows
 
     def _rows(self, parts: list[Part]) -> StepRows:
         starts = [(part.sequence.num_computed, part.num_tokens) for part in parts]
