@@ -10,27 +10,55 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.config import EngineConfig, ExpertConfig, SamplingParams
-    from headrace.errors import EngineError
+    from headrace.errors import (
+        CheckpointError,
+        ConfigError,
+        EngineError,
+        ExpertReadError,
+        MemoryBudgetError,
+        NumericError,
+        RequestError,
+        ShapeError,
+        UnsupportedModelError,
+    )
     from headrace.llm import LLM, Completion, Score, Stream
     from headrace.metrics import Receipt
     from headrace.plan import MemoryPlan
 
 __all__ = [
     "LLM",
+    "CheckpointError",
     "Completion",
+    "ConfigError",
     "EngineConfig",
     "EngineError",
     "ExpertConfig",
+    "ExpertReadError",
+    "MemoryBudgetError",
     "MemoryPlan",
+    "NumericError",
     "Receipt",
+    "RequestError",
     "SamplingParams",
     "Score",
+    "ShapeError",
     "Stream",
+    "UnsupportedModelError",
 ]
 
 _HOMES = {
     "config": ("EngineConfig", "ExpertConfig", "SamplingParams"),
-    "errors": ("EngineError",),
+    "errors": (
+        "CheckpointError",
+        "ConfigError",
+        "EngineError",
+        "ExpertReadError",
+        "MemoryBudgetError",
+        "NumericError",
+        "RequestError",
+        "ShapeError",
+        "UnsupportedModelError",
+    ),
     "llm": ("LLM", "Completion", "Score", "Stream"),
     "metrics": ("Receipt",),
     "plan": ("MemoryPlan",),
