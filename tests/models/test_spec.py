@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny_models import FIXTURES, list_cases, read_case_config
 
-from headrace.errors import ConfigError, UnsupportedModelError
+from headrace.errors import ConfigError, EngineError, UnsupportedModelError
 from headrace.models import names
 from headrace.models.fields import HARMLESS
 from headrace.models.registry import REGISTRY, dense_names, expert_names, load_spec
@@ -107,6 +107,7 @@ def test_what_no_model_computes_is_refused_by_name(
         ("llama", {"head_dim": 13}, "`head_dim` must be even"),
         ("llama", {"tie_word_embeddings": "yes"}, "must be true or false"),
         ("llama", {"eos_token_id": -1}, "non-negative integers"),
+        ("llama", {"rope_theta": 1.0}, "`rope_theta` must be above 1"),
         ("llama", {"rope_scaling": [1]}, "`rope_scaling` must be an object"),
         ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "`factor` is missing"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "slope": 1}}, "`slope`"),
@@ -121,6 +122,49 @@ def test_a_bad_field_is_named_with_its_value(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_spec(changed(name, **changes))
+
+
+JUNK = [
+    None,
+    True,
+    0,
+    -1,
+    3,
+    2**63,
+    1.5,
+    float("inf"),
+    float("nan"),
+    "x",
+    "",
+    [],
+    [None],
+    {},
+    {"a": 1},
+]
+
+
+@pytest.mark.parametrize("name", FIXTURE_NAMES)
+def test_no_junk_in_a_field_goes_unnamed(name: str) -> None:
+    """Whatever a field holds, a spec comes back or an error of ours: never another exception."""
+    config = read_case_config(name, "default")
+    fields = [*config, "rope_parameters", "layer_types", "quantization_config", "num_local_experts"]
+    scaling = ["factor", "rope_type", "type", "rope_theta", "original_max_position_embeddings"]
+    num_refused = 0
+    for junk in JUNK:
+        broken = [{**config, field: junk} for field in fields]
+        broken += [
+            {**config, key: {"rope_type": kind, "factor": 2.0, field: junk}}
+            for key in ("rope_scaling", "rope_parameters")
+            for kind in ("default", "linear", "yarn", "llama3")
+            for field in scaling
+        ]
+        for content in broken:
+            try:
+                spec = load_spec(content)
+                spec.rope.inv_freq(spec.head_dim)
+            except EngineError:
+                num_refused += 1
+    assert num_refused > 300
 
 
 def test_a_window_as_long_as_the_context_cuts_nothing() -> None:

@@ -6,6 +6,7 @@ the config is refused: a field nobody read may be the one that changes the resul
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,13 +86,16 @@ class ConfigFields:
             )
         return value
 
-    def number(self, *names: str, default: Any = _MISSING) -> float:
-        """A finite number above zero."""
+    def number(
+        self, *names: str, default: Any = _MISSING, least: float = sys.float_info.min
+    ) -> float:
+        """A finite number of at least `least`; without it, above zero."""
         value = self.value(*names, default=default)
         good = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not good or not 0 < value < float("inf"):
+        if not good or not least <= value <= sys.float_info.max:
+            bound = "above 0" if least == sys.float_info.min else f"of at least {least}"
             raise ConfigError(
-                f"{self._where}: field `{names[0]}` must be a finite number above 0\ngot {value!r}"
+                f"{self._where}: field `{names[0]}` must be a finite number {bound}\ngot {value!r}"
             )
         return float(value)
 

@@ -25,6 +25,9 @@ class Qwen3Moe(Decoder):
     def read_spec(cls, fields: ConfigFields) -> ModelSpec:
         """Read the mixture's fields and which layers are mixtures."""
         spec = read_common(fields)
+        # Stated by the Coder releases only.
+        fields.require("use_qk_norm", True)
+        fields.require("shared_expert_intermediate_size", 0)
         step = fields.integer("decoder_sparse_step", default=1)
         dense = fields.integers("mlp_only_layers", default=())
         moe_layers = tuple(

@@ -43,6 +43,15 @@ class Rope:
     truncate: bool = True
     attention_factor: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.theta <= 1:
+            raise ConfigError(f"config.json: `rope_theta` must be above 1, got {self.theta}")
+        if self.kind == "llama3" and self.fast <= self.slow:
+            raise ConfigError(
+                "config.json: `high_freq_factor` must exceed `low_freq_factor`\n"
+                f"got {self.fast} and {self.slow}"
+            )
+
     def inv_freq(self, head_dim: int) -> Float32:
         """Angle per position of each rotated pair: [head_dim / 2] float32, computed in float64."""
         plain = self.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
@@ -106,9 +115,9 @@ def read_rope(fields: ConfigFields) -> Rope:
         fields.value("rope_theta", default=None)
     else:
         inner = ConfigFields(given, "config.json, rope parameters")
-        theta = fields.number("rope_theta")
+        theta = _read_theta(fields)
     kind = inner.value("rope_type", "type", default="default")
-    if kind not in _READERS:
+    if not isinstance(kind, str) or kind not in _READERS:
         raise UnsupportedModelError(
             f"config.json: rope type {kind!r} is not supported\n"
             f"expected one of {', '.join(_READERS)}"
@@ -119,6 +128,15 @@ def read_rope(fields: ConfigFields) -> Rope:
     inner.require("partial_rotary_factor", 1.0)
     inner.finish()
     return rope
+
+
+def _read_theta(fields: ConfigFields) -> float:
+    if not fields.is_set("rope_theta"):
+        raise ConfigError(
+            "config.json: field `rope_theta` is missing, and there are no `rope_parameters`\n"
+            "hint: the first Llama files leave it out and mean 10000; write it into config.json"
+        )
+    return fields.number("rope_theta")
 
 
 def _agree(old: Any, new: Any) -> dict[str, Any]:
@@ -140,8 +158,8 @@ def _read_linear(fields: ConfigFields, theta: float, context: int) -> Rope:
 
 def _read_yarn(fields: ConfigFields, theta: float, context: int) -> Rope:
     factor = fields.number("factor")
-    mscale = fields.value("mscale", default=None)
-    mscale_all = fields.value("mscale_all_dim", default=None)
+    mscale = fields.number("mscale", default=0.0, least=0.0)
+    mscale_all = fields.number("mscale_all_dim", default=0.0, least=0.0)
     if fields.is_set("attention_factor"):
         attention_factor = fields.number("attention_factor")
     elif mscale and mscale_all:

@@ -74,6 +74,7 @@ def read_common(fields: ConfigFields) -> ModelSpec:
     """
     fields.require("hidden_act", "silu")
     fields.require("attention_bias", False)
+    fields.require("qkv_bias", False)
     fields.require("mlp_bias", False)
     fields.require("rope_interleaved", False)
     fields.require("quantization_config", None)
@@ -103,14 +104,12 @@ def read_common(fields: ConfigFields) -> ModelSpec:
 
 def _require_full_attention(fields: ConfigFields) -> None:
     """Every layer sees every earlier token: a window counts only where it is switched on."""
-    kinds = fields.value("layer_types", default=["full_attention"])
-    for kind in kinds:
-        if kind != "full_attention":
-            fields.require("layer_types", ["full_attention"])
+    num_layers = fields.integer("num_hidden_layers")
+    fields.require("layer_types", None, ["full_attention"] * num_layers)
     fields.value("max_window_layers", default=None)  # says where a window applies, if one does
-    window = fields.value("sliding_window", default=None)
-    switched_on = fields.boolean("use_sliding_window", default=window is not None)
-    if switched_on and window is not None:
-        if window >= fields.integer("max_position_embeddings"):
-            return
+    has_window = fields.is_set("sliding_window")
+    switched_on = fields.boolean("use_sliding_window", default=has_window)
+    if not has_window or not switched_on:
+        fields.value("sliding_window", default=None)
+    elif fields.integer("sliding_window") < fields.integer("max_position_embeddings"):
         fields.require("sliding_window", None)
