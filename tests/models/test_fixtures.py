@@ -141,6 +141,21 @@ def test_no_rows_asked_for_gives_no_logits(case: Case) -> None:
     assert logits.shape == (0, case.model.spec.vocab_size)
 
 
+def test_rows_not_asked_for_cost_no_expert_of_the_last_layer(case: Case) -> None:
+    """Scores of one row are those it has among all rows, and read fewer records."""
+    requests, found = [], []
+    for wanted in (np.arange(40, dtype=np.int32), np.array([39], np.int32)):
+        with open_store(case.checkpoint) as store:
+            kv = case.model.make_state(num_pages=1, dtype="f16")
+            ids = np.array(case.ids, np.int32)
+            rows = StepRows.for_sequence(0, 40, [0])
+            found.append(case.model(ids, rows, kv, store, wanted)[-1])
+            requests.append(0 if store is None else store.stats().requests)
+    np.testing.assert_array_equal(found[0].view(np.uint32), found[1].view(np.uint32))
+    if case.checkpoint.records is not None:
+        assert requests[1] < requests[0]
+
+
 def test_the_embedding_may_stay_on_the_drive(case: Case, tmp_path: Path) -> None:
     if case.model.spec.tie_word_embeddings:
         pytest.skip("a tied table is the head's matrix and always resident")

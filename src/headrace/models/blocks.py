@@ -225,7 +225,12 @@ class PreNormLayer:
         rows: StepRows,
         kv: KVPool,
         experts: ExpertStore | None,
+        kept: Int32 | None = None,
     ) -> Float32:
-        """Apply to x [T, D]."""
+        """Apply to x [T, D]. Where only some rows of the result are wanted, `kept` names them, and
+        the FFN runs, and experts are read, for those alone.
+        """
         x = ops.add(x, self.attention(self.input_norm(x), angles, rows, kv))
-        return ops.add(x, self.ffn(self.post_attention_norm(x), experts))
+        if kept is not None:
+            x = x[kept]
+        return ops.add(x, self.ffn(self.post_attention_norm(x), experts)) if len(x) else x

@@ -106,11 +106,13 @@ class Decoder(ABC):
         """
         x = self.embed(ids)  # [T, D]
         angles = self.rotary(rows.positions)  # cos and sin, [T, Dh / 2] each
-        for layer in self.layers:
+        *layers, last = self.layers
+        for layer in layers:
             x = layer(x, angles, rows, kv, experts)  # [T, D]
-        if not len(logits_rows):  # a chunk in the middle of a prompt
+        x = last(x, angles, rows, kv, experts, kept=logits_rows)  # [R, D]
+        if not len(x):  # a chunk in the middle of a prompt
             return np.empty((0, self.spec.vocab_size), np.float32)
-        return self.head(x[logits_rows])
+        return self.head(x)
 
     def make_state(self, num_pages: int, dtype: str) -> KVPool:
         """Reserve keys and values for `num_pages` pages; they can be rewound to any position."""
