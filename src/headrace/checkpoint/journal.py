@@ -196,15 +196,30 @@ class Journal:
         content = {"checksums": [format_checksum(c) for c in checksums]}
         write_json(self.directory / f"{name}.json", content)
 
-    def publish(self, manifest: dict[str, Any]) -> None:
-        """Write the manifest, drop the journal and give the container its name."""
-        if not self.is_complete:
+    def publish(self, manifest: dict[str, Any] | None) -> None:
+        """Write the manifest, drop the journal and give the container its name.
+
+        Args:
+            manifest: content of headrace.json; None if it is there already.
+        """
+        if manifest is not None:
             write_json(self.partial / MANIFEST_NAME, manifest)
-        if self.directory.exists():
-            shutil.rmtree(self.directory)
+        self._drop_notes(self.directory)
+        self._rename()
+
+    def publish_plain(self) -> None:
+        """Give a directory without a manifest its name, and drop the journal from it."""
+        self._rename()
+        self._drop_notes(self.dest / _JOURNAL)
+
+    def _drop_notes(self, directory: Path) -> None:
+        if directory.exists():
+            shutil.rmtree(directory)
+
+    def _rename(self) -> None:
         self._remove_temporary()
         sync_directory(self.partial)
         if self.dest.is_dir():
-            self.dest.rmdir()  # empty: begin refused anything else
+            self.dest.rmdir()  # empty: `is_published` refused anything else
         self.partial.rename(self.dest)
         sync_directory(self.dest.parent)

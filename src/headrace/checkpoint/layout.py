@@ -114,7 +114,7 @@ def dense_order(tensors: Sequence[DenseTensor]) -> list[DenseTensor]:
     return sorted(tensors, key=lambda t: (KINDS.index(t.kind), t.name))
 
 
-def _padded_header(entries: Iterator[tuple[str, str, Sequence[int], int]]) -> bytes:
+def padded_header(entries: Iterator[tuple[str, str, Sequence[int], int]]) -> bytes:
     """Make length and JSON of a safetensors header whose data start at a multiple of 4096."""
     header, at = {}, 0
     for name, dtype, shape, nbytes in entries:
@@ -138,12 +138,12 @@ def dense_header(tensors: Sequence[DenseTensor]) -> bytes:
             dtype = "U8" if packed else _SAFETENSORS_NAMES[t.format]
             yield t.name, dtype, (t.stored_bytes,) if packed else t.shape, t.stored_bytes
 
-    return _padded_header(entries())
+    return padded_header(entries())
 
 
 def expert_header(layer: int, num_experts: int, record_bytes: int) -> bytes:
     """Return the bytes before the data of a layer's file."""
-    return _padded_header(
+    return padded_header(
         (record_name(layer, e), "U8", (record_bytes,), record_bytes) for e in range(num_experts)
     )
 

@@ -144,6 +144,25 @@ def write_dense_file(
     return checksums
 
 
+def write_arrays(
+    path: Path,
+    header: bytes,
+    arrays: Iterable[Bytes],
+    progress: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Write a header and the arrays it describes.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+    with whole_file(path) as file:
+        _write_all(file, header)
+        progress(len(header))
+        for array in arrays:
+            _write_all(file, array)
+            progress(array.nbytes)
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a small file whole."""
     with whole_file(path) as file:

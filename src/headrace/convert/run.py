@@ -131,7 +131,7 @@ class _Conversion:
         """Do what is left; return the number of files kept from an earlier run."""
         plan, partial = self.plan, self.journal.partial
         if self.journal.is_complete:
-            self.journal.publish({})
+            self.journal.publish(None)
             return len(plan.file_bytes())
         header = dense_header(plan.tensors)
         lengths = [(t.nbytes, t.stored_bytes) for t in plan.tensors]
