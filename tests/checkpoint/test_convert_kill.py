@@ -69,6 +69,38 @@ def test_ten_kills_each_then_resumed(tmp_path: Path) -> None:
     assert num_kept > 0, "some must find finished files"
 
 
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from headrace.convert import Recipe, convert
+from headrace.errors import EngineError
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
+try:
+    convert(Path(sys.argv[1]), Path(sys.argv[2]), Recipe("q4", "q8", 32))
+except EngineError as error:
+    print(error)
+    raise SystemExit(1)
+"""
+
+
+@pytest.mark.parametrize("limit", [100, 60_000, 100_000])
+def test_the_system_refuses_to_write_on(limit: int, tmp_path: Path) -> None:
+    """The kernel's own refusal (a file size limit acts like a full drive), then a resume."""
+    pytest.importorskip("resource")
+    write_checkpoint(tmp_path / "hf", Shape(vocab=20, experts=16))
+    convert(tmp_path / "hf", tmp_path / "whole", Recipe("q4", "q8", 32))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-c", LIMITED, tmp_path / "hf", tmp_path / "out", str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "no space left for" in done.stdout
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.rglob("*.tmp"))
+    convert(tmp_path / "hf", tmp_path / "out", Recipe("q4", "q8", 32))
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
 def test_ten_kills_of_one_conversion(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "hf", Shape(layers=3))
     recipe = Recipe("q4", "q8", 32)

@@ -41,8 +41,10 @@ from headrace.checkpoint.writer import (
 from headrace.convert.plan import ConvertPlan, make_plan
 from headrace.errors import CheckpointError
 
-RECORDS_AHEAD = 4
-"""Records read from the source while earlier ones are packed and written."""
+AHEAD_BYTES = 64 << 20
+MAX_AHEAD = 4
+"""Experts read from the source while earlier ones are packed and written: at least one, at most
+MAX_AHEAD, and no more than fit AHEAD_BYTES."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +252,8 @@ def _read_ahead(
         try:
             for by_role in experts:
                 pending.append(reader.submit(_read_expert, by_role))
-                if len(pending) > RECORDS_AHEAD:
+                expert_bytes = sum(entry.nbytes for entry in by_role.values())
+                if len(pending) > max(1, min(MAX_AHEAD, AHEAD_BYTES // expert_bytes)):
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
