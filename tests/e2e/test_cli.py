@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -346,3 +347,51 @@ def test_help_and_version_need_no_heavy_import() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "--repetition-penalty" in done.stdout
+
+
+def test_the_terminal_reader_knows_its_keys(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from prompt_toolkit.application import create_app_session
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+
+    from headrace.cli.chat import _terminal_reader
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        read = _terminal_reader()
+        keys.send_text("one\x1b\rtwo\r")  # Alt-Enter breaks the line
+        assert read(False) == "one\ntwo"
+        keys.send_text("thrown away\x03kept\r")  # Ctrl-C clears it
+        assert read(False) == "kept"
+        keys.send_text("\x04")
+        assert read(False) is None
+    assert "+one" in (tmp_path / "headrace" / "chat-history").read_text()
+
+
+def test_synth_makes_a_model_that_runs(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace.synth import SHAPES
+
+    small = replace(
+        SHAPES["qwen3-30b-a3b"], hidden_size=128, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, vocab_size=512,
+    )  # fmt: skip
+    monkeypatch.setitem(SHAPES, "small", small)
+    dest = tmp_path / "small"
+    made = cli("synth", "small", dest, "--layers", 2, "--group", 32)
+    assert made.status == 0, made.err
+    assert "complete already" in cli("synth", "small", dest, "--layers", 2, "--group", 32).err
+    report = json.loads(cli("run", dest, "-n", 4, "--temperature", 0, "--json", *QUIET).out)
+    assert len(report["ids"]) == 4
+    for arguments, message in [
+        (["nosuch", dest], "unknown shape"),
+        (["gpt-oss-120b", dest], "no model here computes"),
+        (["small", dest, "--layers", 100], "number of layers"),
+        (["small", dest, "--format", "gguf"], "unknown format"),
+        (["small", dest, "--layers", 1], "expected"),
+    ]:
+        failed = cli("synth", *arguments)
+        assert failed.status == 1 and message in failed.err, failed.err

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli import chat, convert, inspect, plan, run
+from headrace.cli import chat, convert, inspect, plan, run, synth
 from headrace.errors import EngineError
 
 # Typer carries click along under changing names; its public BadParameter leads to the classes.
@@ -40,7 +40,7 @@ def _main(
         raise typer.Exit
 
 
-for _module in (run, chat, plan, convert, inspect):
+for _module in (run, chat, plan, convert, inspect, synth):
     app.command()(_module.command)
 
 

@@ -2,12 +2,9 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from headrace.convert import Progress
 
 
 def command(
@@ -21,41 +18,17 @@ def command(
 
     A conversion that was stopped goes on where it was when called again.
     """
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-    from rich.progress import (
-        Progress as Bar,
-    )
-
-    from headrace.cli.report import say, stderr
-    from headrace.convert import Recipe, convert
+    from headrace.cli.report import byte_progress, say
+    from headrace.convert import Progress, Recipe, convert
     from headrace.metrics import format_bytes
 
     recipe = Recipe(experts=experts, dense=dense, group=group)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Bar(*columns, console=stderr(), disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(dest.name, total=None)
+    with byte_progress(sys.stderr.isatty()) as show:
 
-        def show(progress: "Progress") -> None:
-            bar.update(
-                task,
-                description=progress.file,
-                completed=progress.done_bytes,
-                total=progress.total_bytes,
-            )
+        def tell(progress: Progress) -> None:
+            show(progress.file, progress.done_bytes, progress.total_bytes)
 
-        report = convert(source, dest, recipe, show)
+        report = convert(source, dest, recipe, tell)
     if report.already_done:
         say(f"{dest} is complete already: nothing was done", style="")
         return

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -33,24 +34,11 @@ def command(
     return 0 if report is None or report.is_sound else 1
 
 
-def _verify(path: Any) -> "VerifyReport":
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    from headrace.cli.report import stderr
+def _verify(path: Path) -> "VerifyReport":
+    from headrace.cli.report import byte_progress
     from headrace.inspect import verify
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-    )
-    with Progress(*columns, console=stderr(), disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("verify", total=None)
-
-        def show(file: str, done: int, total: int) -> None:
-            bar.update(task, description=file, completed=done, total=total)
-
+    with byte_progress(sys.stderr.isatty()) as show:
         return verify(path, show)
 
 

@@ -1,6 +1,8 @@
 """What the commands write for people, to stderr or as a report to stdout."""
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -19,15 +21,43 @@ def stderr() -> Console:
     return Console(file=sys.stderr, highlight=False, soft_wrap=True)
 
 
-def say(text: str, style: str = "dim") -> None:
+def say(text: str, style: str = "dim", end: str = "\n") -> None:
     """Write a remark to stderr."""
-    stderr().print(Text(text, style=style))
+    stderr().print(Text(text, style=style), end=end)
 
 
 def say_receipt(receipt: Receipt) -> None:
     """Write a receipt to stderr."""
     for line in receipt.lines():
         say(line)
+
+
+@contextlib.contextmanager
+def byte_progress(is_shown: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for long work on files; gives a function of file, bytes done and bytes in all."""
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=stderr(), disable=not is_shown) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(file: str, done: int, total: int) -> None:
+            bar.update(task, description=file, completed=done, total=total)
+
+        yield show
 
 
 def describe(llm: "LLM", name: str) -> str:

@@ -53,6 +53,8 @@ def command(
     with loading(model), LLM(model, engine) as llm:
         stream, form = _start(llm, prompt, chat, sampling)
         say(f"{describe(llm, model)} · {form} prompt")
+        if form == "raw" and not as_json and sys.stdout.isatty():
+            say(prompt, end="")
         result = _follow(stream, show=not as_json)
         if as_json:
             _print_json(model, result)

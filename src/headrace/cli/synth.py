@@ -1,0 +1,43 @@
+"""`headrace synth`: a checkpoint with the shapes of a real model and random weights."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    shape: Annotated[str, typer.Argument(help="a named model, such as qwen3-30b-a3b")],
+    dest: Annotated[Path, typer.Argument(help="the directory to make")],
+    layers: Annotated[
+        int | None, typer.Option(help="fewer layers than the model has", show_default="all")
+    ] = None,
+    format: Annotated[
+        str, typer.Option(help="container, or hf: a bf16 Hugging Face checkpoint")
+    ] = "container",
+    experts: Annotated[str, typer.Option(help="format of experts: q4, q8, mxfp4 or bf16")] = "q4",
+    group: Annotated[int, typer.Option(help="inputs per scale of q4: 32 or 64")] = 64,
+    dense: Annotated[str, typer.Option(help="format of everything else: q8, q4 or bf16")] = "q8",
+    seed: Annotated[int, typer.Option(help="of the weights: same seed, same bytes")] = 0,
+) -> None:
+    """Write DEST, to measure a machine before downloading a model.
+
+    The text of such a model means nothing; its routing is skewed as in real models.
+    """
+    from headrace.checkpoint.layout import Recipe
+    from headrace.cli.report import byte_progress, say
+    from headrace.metrics import format_bytes
+    from headrace.synth import find_shape, synthesize
+
+    recipe = Recipe(experts=experts, dense=dense, group=group)
+    chosen = find_shape(shape).with_layers(layers)
+    with byte_progress(sys.stderr.isatty()) as show:
+        report = synthesize(chosen, dest, recipe=recipe, seed=seed, format=format, progress=show)
+    if report.already_done:
+        say(f"{dest} is complete already: nothing was done", style="")
+        return
+    say(f"{dest}: {format_bytes(report.total_bytes)} in {report.num_files} files", style="")
+
+
+command.__name__ = "synth"
