@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -22,7 +23,7 @@
 #include "base/thread_pool.h"
 #include "bind/arrays.h"
 #include "bind/bind.h"
-#include "io/anonymous.h"
+#include "io/memory.h"
 #include "kernels/attention.h"
 #include "kernels/format.h"
 #include "kernels/kernel_table.h"
@@ -103,16 +104,14 @@ RowMajor row_major(const AnyArray& w, const char* op, const char* name) {
           narrow(static_cast<int64_t>(w.shape(1)), op, "cols")};
 }
 
-NumpyArray<uint8_t> mapped_array(int64_t num_bytes, PageSize page_size) {
-  auto* memory = new std::shared_ptr<std::byte>(map_anonymous(num_bytes, page_size));
-  nb::capsule owner(memory, [](void* p) noexcept { delete static_cast<std::shared_ptr<std::byte>*>(p); });
-  const size_t shape[1] = {static_cast<size_t>(num_bytes)};
-  return NumpyArray<uint8_t>(reinterpret_cast<uint8_t*>(memory->get()), 1, shape, owner);
-}
-
 NumpyArray<uint8_t> aligned_empty(int64_t num_bytes) {
   if (num_bytes < 0) throw_shape("aligned_empty: negative size " + std::to_string(num_bytes));
-  return mapped_array(num_bytes, PageSize::Huge);
+  auto memory = std::make_unique<io::PageBuffer>(num_bytes);
+  auto* bytes = reinterpret_cast<uint8_t*>(memory->data());
+  nb::capsule owner(memory.get(), [](void* p) noexcept { delete static_cast<io::PageBuffer*>(p); });
+  memory.release();  // the capsule's now
+  const size_t shape[1] = {static_cast<size_t>(num_bytes)};
+  return NumpyArray<uint8_t>(bytes, 1, shape, owner);
 }
 
 NumpyArray<uint8_t> pack_weights(const AnyArray& w, const std::string& format_name, int64_t group,
@@ -432,7 +431,8 @@ KvPool make_kv_pool(int64_t num_layers, int64_t num_pages, int64_t num_kv_heads,
                       narrow(page_tokens, "KVPool", "page_tokens"),
                       parse_format(dtype)};
   check_kv_shape(shape);
-  return KvPool(shape, map_anonymous(shape.nbytes(), PageSize::Small));
+  const auto memory = std::make_shared<io::PageBuffer>(shape.nbytes(), io::PageSize::Small);
+  return KvPool(shape, std::shared_ptr<std::byte>(memory, memory->data()));
 }
 
 // `rows` is any object with the three arrays of a step.
@@ -666,6 +666,17 @@ void bind_machine(nb::module_& m) {
     set_num_threads(n);
   }, "num_threads"_a);
   m.def("num_threads", [] { return shared_pool()->num_threads(); });
+  m.def("read_bytes", [](const AnyArray& data) {
+    const uint8_t* bytes = checked<uint8_t>(data, "read_bytes", "data", {kAnySize});
+    const auto size = static_cast<int64_t>(data.shape(0));
+    nb::gil_scoped_release release;
+    std::atomic<uint32_t> sum{0};
+    const KernelTable& table = kernels();
+    shared_pool()->run_ranges(size, 1 << 20, [&](int64_t begin, int64_t end) {
+      sum += table.read_bytes(bytes + begin, end - begin);
+    });
+    return sum.load();
+  }, "data"_a);
   m.def("pool_bytes", [] { return ArrayPool::shared().held_bytes(); });
   m.def("pool_trim", [] { ArrayPool::shared().trim(); });
 }

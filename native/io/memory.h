@@ -7,11 +7,15 @@
 
 namespace headrace::io {
 
+// Huge pages spare address-translation misses in weights read end to end. Memory that fills slowly, as a
+// pool of KV pages does, wants small ones, or its first byte costs 2 MiB.
+enum class PageSize { Small, Huge };
+
 class PageBuffer {
  public:
   PageBuffer() = default;
-  // Reserves `bytes`, asking for huge pages. Throws Error(MemoryBudget) if the system refuses.
-  explicit PageBuffer(int64_t bytes);
+  // Reserves `bytes`. Throws Error(MemoryBudget) if the system refuses.
+  explicit PageBuffer(int64_t bytes, PageSize page_size = PageSize::Huge);
   ~PageBuffer();
   PageBuffer(PageBuffer&& other) noexcept;
   PageBuffer& operator=(PageBuffer&& other) noexcept;

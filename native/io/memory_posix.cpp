@@ -15,7 +15,8 @@
 
 namespace headrace::io {
 
-PageBuffer::PageBuffer(int64_t bytes) : size_bytes_(align_up(bytes)) {
+PageBuffer::PageBuffer(int64_t bytes, [[maybe_unused]] PageSize page_size)
+    : size_bytes_(align_up(bytes)) {
   if (size_bytes_ == 0) return;
   void* memory = ::mmap(nullptr, static_cast<size_t>(size_bytes_), PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -25,7 +26,8 @@ PageBuffer::PageBuffer(int64_t bytes) : size_bytes_(align_up(bytes)) {
                                              "\nhint: grant less with `--memory`");
   }
 #ifdef MADV_HUGEPAGE
-  ::madvise(memory, static_cast<size_t>(size_bytes_), MADV_HUGEPAGE);  // advice: may fail
+  ::madvise(memory, static_cast<size_t>(size_bytes_),  // advice: may fail
+            page_size == PageSize::Huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
 #endif
   data_ = static_cast<std::byte*>(memory);
 }

@@ -82,6 +82,9 @@ struct KernelTable {
                     int32_t head_dim, float* out);
 
   void (*widen)(Format dtype, const void* source, int64_t count, float* out);
+  // Reads every byte and folds it into one word: the speed of memory itself, for benchmarks.
+  uint32_t (*read_bytes)(const void* data, int64_t num_bytes);
+
   void (*attend_page)(const PageArgs& args, const AttentionState& state);
   void (*finish_attention)(const AttentionState& state, int32_t head_dim, float* out);
 };

@@ -207,6 +207,25 @@ inline void widen(Format dtype, const void* source, int64_t count, float* out) {
   __builtin_memcpy(out + i, wide, static_cast<size_t>((count - i) * 4));
 }
 
+inline uint32_t read_bytes(const void* data, int64_t num_bytes) {
+  const unsigned char* p = static_cast<const unsigned char*>(data);
+  Ints a = splat_int(0), b = a, c = a, d = a;
+  int64_t i = 0;
+  for (; i + 256 <= num_bytes; i += 256) {
+    for (int line = 0; line < 4; ++line) prefetch(p + i + line * 64 + 2048);
+    a = add(a, bits_of(load(reinterpret_cast<const float*>(p + i))));
+    b = add(b, bits_of(load(reinterpret_cast<const float*>(p + i + 64))));
+    c = add(c, bits_of(load(reinterpret_cast<const float*>(p + i + 128))));
+    d = add(d, bits_of(load(reinterpret_cast<const float*>(p + i + 192))));
+  }
+  int32_t lanes[16];
+  store(lanes, add(add(a, b), add(c, d)));
+  uint32_t sum = 0;
+  for (int32_t lane : lanes) sum += static_cast<uint32_t>(lane);
+  for (; i < num_bytes; ++i) sum += p[i];
+  return sum;
+}
+
 // ---- attention
 
 // Scores of one page: a chain over d per key, four vectors of keys in flight.
