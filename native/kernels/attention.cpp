@@ -75,7 +75,8 @@ class TileAttention {
     for (int32_t p = 0; p <= last / shape_.page_tokens; ++p) attend(p, last);
     for (int32_t row = tile_.begin; row < tile_.end; ++row) {
       for (int32_t h = 0; h < heads_per_kv_; ++h) {
-        table_.finish_attention(state(row, h), shape_.head_dim, out + head_offset(row, h));
+        const float* s = state(row, h);
+        table_.divide(s + 2, s[1], shape_.head_dim, out + head_offset(row, h));
       }
     }
   }
@@ -85,36 +86,32 @@ class TileAttention {
   int64_t head_offset(int32_t row, int32_t h) const {
     return (int64_t{row} * num_heads_ + kv_head_ * heads_per_kv_ + h) * shape_.head_dim;
   }
-  AttentionState state(int32_t row, int32_t h) {
-    float* s = states_.get() + (int64_t{row - tile_.begin} * heads_per_kv_ + h) * state_stride();
-    return {s, s + 1, s + 2};
+  // Maximum, sum, accumulator.
+  float* state(int32_t row, int32_t h) const {
+    return states_.get() + (int64_t{row - tile_.begin} * heads_per_kv_ + h) * state_stride();
   }
 
   void attend(int32_t p, int32_t last) {
     const int32_t page =
         rows_.page_table[int64_t{rows_.sequences[tile_.begin]} * rows_.max_pages + p];
     const int32_t used = std::min(last - p * shape_.page_tokens + 1, shape_.page_tokens);
-    const float* keys = widened_keys(page, used);
-    const float* values = widened_values(page, used);
+    const PageArgs args{widened_keys(page), widened_values(page, used), shape_.head_dim,
+                        shape_.page_tokens, scale_, p == 0};
+    queries_.clear();
     for (int32_t row = tile_.begin; row < tile_.end; ++row) {
       const int32_t visible = rows_.positions[row] - p * shape_.page_tokens + 1;
       if (visible <= 0) continue;
       for (int32_t h = 0; h < heads_per_kv_; ++h) {
-        const PageArgs args{q_ + head_offset(row, h),
-                            keys,
-                            values,
-                            shape_.head_dim,
-                            shape_.page_tokens,
-                            std::min(visible, shape_.page_tokens),
-                            scale_,
-                            p == 0};
-        table_.attend_page(args, state(row, h));
+        float* s = state(row, h);
+        queries_.push_back({q_ + head_offset(row, h), std::min(visible, shape_.page_tokens), s,
+                            s + 1, s + 2});
       }
     }
+    table_.attend_page(args, queries_.data(), static_cast<int32_t>(queries_.size()));
   }
 
   // Lanes of keys beyond `used` hold whatever the page holds; their scores are never looked at.
-  const float* widened_keys(int32_t page, int32_t) {
+  const float* widened_keys(int32_t page) {
     const std::byte* source = pool_.keys(page, layer_, kv_head_);
     if (shape_.dtype == Format::F32) return reinterpret_cast<const float*>(source);
     table_.widen(shape_.dtype, source, int64_t{shape_.head_dim} * shape_.page_tokens, page_.get());
@@ -138,6 +135,7 @@ class TileAttention {
   float scale_;
   const StepRows& rows_;
   RowTile tile_;
+  std::vector<PageQuery> queries_;
   PoolBuffer<float> states_;
   PoolBuffer<float> page_;
 };

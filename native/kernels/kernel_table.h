@@ -36,25 +36,26 @@ struct LinearArgs {
   int64_t out_stride;
 };
 
-// One page of keys and values in float32 against one query head. State: maximum, sum, accumulator.
-struct PageArgs {
-  const float* query;   // [head_dim]
-  const float* keys;    // [head_dim][page_tokens]
-  const float* values;  // [page_tokens][head_dim]
-  int32_t head_dim;
-  int32_t page_tokens;  // a multiple of 16, at most kMaxPageTokens
-  int32_t num_keys;     // valid ones, 1..page_tokens
-  float scale;
-  bool is_first;
-};
-
 // A group whose largest magnitude is below this counts as zero: 127 / amax would overflow.
 inline constexpr float kLeastAmax = 1e-36f;
 
 inline constexpr int32_t kMaxPageTokens = 256;
 inline constexpr int32_t kMaxHeadDim = 512;
 
-struct AttentionState {
+// One page of keys and values in float32.
+struct PageArgs {
+  const float* keys;    // [head_dim][page_tokens]
+  const float* values;  // [page_tokens][head_dim]
+  int32_t head_dim;
+  int32_t page_tokens;  // a multiple of 16, at most kMaxPageTokens
+  float scale;
+  bool is_first;  // of the sequence: the states hold nothing yet
+};
+
+// One query head of one row, and what it has seen of its sequence so far.
+struct PageQuery {
+  const float* query;  // [head_dim]
+  int32_t num_keys;    // visible in this page, 1..page_tokens
   float* maximum;
   float* sum;
   float* accumulator;  // [head_dim]
@@ -85,8 +86,7 @@ struct KernelTable {
   // Reads every byte and folds it into one word: the speed of memory itself, for benchmarks.
   uint32_t (*read_bytes)(const void* data, int64_t num_bytes);
 
-  void (*attend_page)(const PageArgs& args, const AttentionState& state);
-  void (*finish_attention)(const AttentionState& state, int32_t head_dim, float* out);
+  void (*attend_page)(const PageArgs& page, const PageQuery* queries, int32_t count);
 };
 
 const KernelTable& kernel_table(Isa isa);

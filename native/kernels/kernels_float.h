@@ -22,9 +22,10 @@ inline float tree_sum(Floats lanes) {
 inline float max_lane(Floats lanes) {
   float v[16];
   store(v, lanes);
-  float best = v[0];
-  for (int i = 1; i < 16; ++i) best = best > v[i] ? best : v[i];
-  return best;
+  for (int half = 8; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) v[i] = v[i] > v[i + half] ? v[i] : v[i + half];
+  }
+  return v[0];
 }
 
 // exp by x = n ln2 + r, |r| <= ln2/2, Taylor to degree 7 (relative error below 2^-26 before rounding).
@@ -190,21 +191,23 @@ inline void rope_head(const float* x, const float* cos, const float* sin, int32_
   for (int32_t i = 2 * half; i < head_dim; ++i) out[i] = x[i];
 }
 
+inline Floats load_as(Format dtype, const unsigned char* p) {
+  if (dtype == Format::F16) return load_f16(p);
+  return dtype == Format::BF16 ? load_bf16(p) : load(reinterpret_cast<const float*>(p));
+}
+
 inline void widen(Format dtype, const void* source, int64_t count, float* out) {
   const unsigned char* bytes = static_cast<const unsigned char*>(source);
+  const int64_t item = dtype == Format::F32 ? 4 : 2;
   int64_t i = 0;
   for (; i + 16 <= count; i += 16) {
-    if (dtype == Format::F32) store(out + i, load(reinterpret_cast<const float*>(bytes + i * 4)));
-    if (dtype == Format::F16) store(out + i, load_f16(bytes + i * 2));
-    if (dtype == Format::BF16) store(out + i, load_bf16(bytes + i * 2));
+    prefetch(bytes + i * item + 1024);
+    store(out + i, load_as(dtype, bytes + i * item));
   }
   if (i == count) return;
-  const int64_t item = dtype == Format::F32 ? 4 : 2;
   alignas(64) unsigned char rest[64] = {};
   __builtin_memcpy(rest, bytes + i * item, static_cast<size_t>((count - i) * item));
-  float wide[16];
-  widen(dtype, rest, 16, wide);
-  __builtin_memcpy(out + i, wide, static_cast<size_t>((count - i) * 4));
+  store_part(out + i, load_as(dtype, rest), static_cast<int>(count - i));
 }
 
 inline uint32_t read_bytes(const void* data, int64_t num_bytes) {
@@ -226,102 +229,149 @@ inline uint32_t read_bytes(const void* data, int64_t num_bytes) {
   return sum;
 }
 
-// ---- attention
+// ---- attention. Q query heads share every load of a key or a value; the chain of each is its own.
 
-// Scores of one page: a chain over d per key, four vectors of keys in flight.
-inline void page_scores(const PageArgs& a, float* scores) {
-  const Floats scale = splat(a.scale);
+using Scores = float[kMaxPageTokens];
+
+// Scores of V vectors of keys: a chain over d per key.
+template <int Q, int V>
+void page_scores_at(const PageArgs& page, const PageQuery* queries, int32_t key, Scores* scores) {
+  Floats acc[Q][V];
+  for (int q = 0; q < Q; ++q) {
+    for (int v = 0; v < V; ++v) acc[q][v] = splat(0.0f);
+  }
+  for (int32_t d = 0; d < page.head_dim; ++d) {
+    const float* keys = page.keys + int64_t{d} * page.page_tokens + key;
+    Floats k[V];
+    for (int v = 0; v < V; ++v) k[v] = load(keys + 16 * v);
+    for (int q = 0; q < Q; ++q) {
+      const Floats x = splat(queries[q].query[d]);
+      for (int v = 0; v < V; ++v) acc[q][v] = fma(x, k[v], acc[q][v]);
+    }
+  }
+  const Floats scale = splat(page.scale);
+  for (int q = 0; q < Q; ++q) {
+    for (int v = 0; v < V; ++v) store(scores[q] + key + 16 * v, mul(acc[q][v], scale));
+  }
+}
+
+template <int Q>
+void page_scores(const PageArgs& page, const PageQuery* queries, Scores* scores) {
   int32_t key = 0;
-  for (; key + 64 <= a.page_tokens; key += 64) {
-    Floats s0 = splat(0.0f), s1 = s0, s2 = s0, s3 = s0;
-    for (int32_t d = 0; d < a.head_dim; ++d) {
-      const float* k = a.keys + int64_t{d} * a.page_tokens + key;
-      const Floats q = splat(a.query[d]);
-      s0 = fma(q, load(k), s0);
-      s1 = fma(q, load(k + 16), s1);
-      s2 = fma(q, load(k + 32), s2);
-      s3 = fma(q, load(k + 48), s3);
-    }
-    store(scores + key, mul(s0, scale));
-    store(scores + key + 16, mul(s1, scale));
-    store(scores + key + 32, mul(s2, scale));
-    store(scores + key + 48, mul(s3, scale));
+  for (; key + 64 <= page.page_tokens; key += 64) {
+    page_scores_at<Q, 4>(page, queries, key, scores);
   }
-  for (; key < a.page_tokens; key += 16) {
-    Floats s = splat(0.0f);
-    for (int32_t d = 0; d < a.head_dim; ++d) {
-      s = fma(splat(a.query[d]), load(a.keys + int64_t{d} * a.page_tokens + key), s);
-    }
-    store(scores + key, mul(s, scale));
-  }
+  for (; key < page.page_tokens; key += 16) page_scores_at<Q, 1>(page, queries, key, scores);
 }
 
-// accumulator = a * accumulator + sum over keys of p * V, the page's chain starting at 0.
-template <int vectors>
-void page_values(const PageArgs& a, const float* p, float keep, float take, float* accumulator,
-                 int32_t d) {
-  Floats acc[vectors];
-  for (int v = 0; v < vectors; ++v) acc[v] = splat(0.0f);
-  for (int32_t key = 0; key < a.num_keys; ++key) {
-    const float* row = a.values + int64_t{key} * a.head_dim + d;
-    const Floats weight = splat(p[key]);
-    for (int v = 0; v < vectors; ++v) acc[v] = fma(weight, load(row + 16 * v), acc[v]);
-  }
-  for (int v = 0; v < vectors; ++v) {
-    float* target = accumulator + d + 16 * v;
-    const Floats merged =
-        a.is_first ? acc[v] : fma(load(target), splat(keep), mul(acc[v], splat(take)));
-    store(target, merged);
-  }
-}
+// How a page joins what was seen before: accumulator = fma(accumulator, keep, page * take).
+struct Join {
+  float keep, take;
+};
 
-inline void page_values_tail(const PageArgs& a, const float* p, float keep, float take,
-                             float* accumulator, int32_t d) {
-  const int n = static_cast<int>(a.head_dim - d);
-  Floats acc = splat(0.0f);
-  for (int32_t key = 0; key < a.num_keys; ++key) {
-    acc = fma(splat(p[key]), load_part(a.values + int64_t{key} * a.head_dim + d, n), acc);
-  }
-  const Floats old = load_part(accumulator + d, n);
-  store_part(accumulator + d, a.is_first ? acc : fma(old, splat(keep), mul(acc, splat(take))), n);
-}
-
-inline void attend_page(const PageArgs& a, const AttentionState& state) {
-  alignas(64) float scores[kMaxPageTokens];
-  page_scores(a, scores);
-  float maximum = scores[0];
-  for (int32_t i = 1; i < a.num_keys; ++i) maximum = maximum > scores[i] ? maximum : scores[i];
+// Scores become exponentials; the page's maximum and sum join the query's.
+inline Join page_softmax(const PageArgs& page, const PageQuery& query, float* scores) {
+  const float maximum = max_of(scores, query.num_keys);
   Floats lanes = splat(0.0f);
-  for (int32_t i = 0; i < a.num_keys; i += 16) {
-    const int n = a.num_keys - i < 16 ? a.num_keys - i : 16;
-    const Floats e = exp_lanes(sub(load(scores + i), splat(maximum)));
-    store(scores + i, e);
-    lanes = add(lanes, load_part(scores + i, n));
+  for (int32_t i = 0; i < query.num_keys; i += 16) {
+    const int n = query.num_keys - i < 16 ? query.num_keys - i : 16;
+    store(scores + i, exp_lanes(sub(load(scores + i), splat(maximum))));
+    lanes = add(lanes, load_some(scores + i, n));
   }
   const float sum = tree_sum(lanes);
-
-  float keep = 0.0f;
-  float take = 1.0f;
-  if (a.is_first) {
-    *state.maximum = maximum;
-    *state.sum = sum;
-  } else {
-    const float both = *state.maximum > maximum ? *state.maximum : maximum;
-    float weights[16] = {*state.maximum - both, maximum - both};
-    store(weights, exp_lanes(load(weights)));
-    keep = weights[0];
-    take = weights[1];
-    *state.maximum = both;
-    *state.sum = __builtin_fmaf(*state.sum, keep, sum * take);
+  if (page.is_first) {
+    *query.maximum = maximum;
+    *query.sum = sum;
+    return {0.0f, 1.0f};
   }
-  int32_t d = 0;
-  for (; d + 128 <= a.head_dim; d += 128) page_values<8>(a, scores, keep, take, state.accumulator, d);
-  for (; d + 16 <= a.head_dim; d += 16) page_values<1>(a, scores, keep, take, state.accumulator, d);
-  if (d < a.head_dim) page_values_tail(a, scores, keep, take, state.accumulator, d);
+  const float both = *query.maximum > maximum ? *query.maximum : maximum;
+  float weights[16] = {*query.maximum - both, maximum - both};
+  store(weights, exp_lanes(load(weights)));
+  *query.maximum = both;
+  *query.sum = __builtin_fmaf(*query.sum, weights[0], sum * weights[1]);
+  return {weights[0], weights[1]};
 }
 
-inline void finish_attention(const AttentionState& state, int32_t head_dim, float* out) {
-  divide_row(state.accumulator, *state.sum, head_dim, out);
+inline void join_values(const PageArgs& page, const Join& join, Floats acc, float* target, int n) {
+  if (!page.is_first) {
+    acc = fma(load_some(target, n), splat(join.keep), mul(acc, splat(join.take)));
+  }
+  store_some(target, acc, n);
+}
+
+// V vectors of dims from d: a chain over the keys per dim, starting at 0 in each page. All queries see
+// num_keys keys: a weight of 0 for the others would not do, since 0 * NaN of a stale place is NaN.
+template <int Q, int V>
+void page_values_at(const PageArgs& page, const PageQuery* queries, int32_t num_keys,
+                    const Scores* weights, const Join* joins, int32_t d) {
+  Floats acc[Q][V];
+  for (int q = 0; q < Q; ++q) {
+    for (int v = 0; v < V; ++v) acc[q][v] = splat(0.0f);
+  }
+  for (int32_t key = 0; key < num_keys; ++key) {
+    const float* row = page.values + int64_t{key} * page.head_dim + d;
+    Floats value[V];
+    for (int v = 0; v < V; ++v) value[v] = load(row + 16 * v);
+    for (int q = 0; q < Q; ++q) {
+      const Floats w = splat(weights[q][key]);
+      for (int v = 0; v < V; ++v) acc[q][v] = fma(w, value[v], acc[q][v]);
+    }
+  }
+  for (int q = 0; q < Q; ++q) {
+    for (int v = 0; v < V; ++v) {
+      join_values(page, joins[q], acc[q][v], queries[q].accumulator + d + 16 * v, 16);
+    }
+  }
+}
+
+// The last dims, fewer than 16.
+inline void page_values_rest(const PageArgs& page, const PageQuery& query, const float* weights,
+                             const Join& join, int32_t d) {
+  const int n = static_cast<int>(page.head_dim - d);
+  Floats acc = splat(0.0f);
+  for (int32_t key = 0; key < query.num_keys; ++key) {
+    const float* row = page.values + int64_t{key} * page.head_dim + d;
+    acc = fma(splat(weights[key]), load_part(row, n), acc);
+  }
+  join_values(page, join, acc, query.accumulator + d, n);
+}
+
+template <int Q>
+void page_values(const PageArgs& page, const PageQuery* queries, const Scores* weights,
+                 const Join* joins) {
+  const int32_t num_keys = queries[0].num_keys;
+  int32_t d = 0;
+  for (; d + 64 <= page.head_dim; d += 64) {
+    page_values_at<Q, 4>(page, queries, num_keys, weights, joins, d);
+  }
+  for (; d + 16 <= page.head_dim; d += 16) {
+    page_values_at<Q, 1>(page, queries, num_keys, weights, joins, d);
+  }
+  if (d == page.head_dim) return;
+  for (int q = 0; q < Q; ++q) page_values_rest(page, queries[q], weights[q], joins[q], d);
+}
+
+template <int Q>
+void attend_together(const PageArgs& page, const PageQuery* queries) {
+  alignas(64) Scores scores[Q];
+  page_scores<Q>(page, queries, scores);
+  Join joins[Q];
+  bool is_even = true;
+  for (int q = 0; q < Q; ++q) {
+    joins[q] = page_softmax(page, queries[q], scores[q]);
+    is_even = is_even && queries[q].num_keys == queries[0].num_keys;
+  }
+  if (is_even) {
+    page_values<Q>(page, queries, scores, joins);
+  } else {
+    for (int q = 0; q < Q; ++q) page_values<1>(page, queries + q, scores + q, joins + q);
+  }
+}
+
+inline void attend_page(const PageArgs& page, const PageQuery* queries, int32_t count) {
+  int32_t q = 0;
+  for (; q + 4 <= count; q += 4) attend_together<4>(page, queries + q);
+  for (; q < count; ++q) attend_together<1>(page, queries + q);
 }
 
 }  // namespace headrace::HEADRACE_ISA

@@ -187,8 +187,8 @@ inline void linear_bf16(const LinearArgs& a) { float_blocks<Bf16Weights>(a); }
 inline const KernelTable* make_table() {
   static constexpr KernelTable table = {
       {linear_f32, linear_f16, linear_bf16, linear_q8, linear_q4, linear_mxfp4},
-      quantise_row, rms_norm_row, silu_mul,  add_row,     clamp_row,       fma_row, max_of,
-      exp_sum,      divide_row,   rope_head, widen,       read_bytes,      attend_page,     finish_attention,
+      quantise_row, rms_norm_row, silu_mul,  add_row, clamp_row,  fma_row,     max_of,
+      exp_sum,      divide_row,   rope_head, widen,   read_bytes, attend_page,
   };
   return &table;
 }
