@@ -48,12 +48,13 @@ class BitSource:
 
         One long run would repeat the pool, and equal rows of a head make equal scores.
         """
-        flat = np.empty(out.size, np.uint8)
+        flat = out.reshape(-1) if out.flags.c_contiguous else np.empty(out.size, np.uint8)
         for at in range(0, len(flat), PIECE_BYTES):
             num = min(PIECE_BYTES, len(flat) - at)
             begin = int(rng.integers((len(pool) - num) // 16 + 1)) * 16
             flat[at : at + num] = pool[begin : begin + num]
-        out[...] = flat.reshape(out.shape)
+        if not out.flags.c_contiguous:
+            out[...] = flat.reshape(out.shape)
 
     def packed(
         self, rng: np.random.Generator, format: str, group: int, rows: int, cols: int, std: float
