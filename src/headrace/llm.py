@@ -170,8 +170,14 @@ class LLM:
         self, prompts: Sequence[Prompt], params: SamplingParams | None = None
     ) -> list[Completion]:
         """Answer several prompts together; each answer is what it would be alone."""
-        streams = [self.stream(prompt, params) for prompt in prompts]
-        return [stream.result() for stream in streams]
+        streams: list[Stream] = []
+        try:
+            for prompt in prompts:
+                streams.append(self.stream(prompt, params))
+            return [stream.result() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.close()
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> "Stream":
         """Start answering a prompt; iterate over the result for pieces of text.
@@ -487,7 +493,7 @@ def plain_transcript(messages: Sequence[Message]) -> str:
     text = ""
     for message in messages:
         is_answer = message.get("role") == "assistant"
-        text += ("" if is_answer or not text else "\n") + str(message.get("content", ""))
+        text += ("" if is_answer or not text else "\n") + str(message.get("content") or "")
     return text
 
 

@@ -250,3 +250,10 @@ def test_buffers_do_not_gather_over_prompts_of_many_lengths(tiny: Path) -> None:
         for length in range(120, 17, -1):
             llm.generate("b" * length, SamplingParams(max_tokens=1))
             assert ops.pool_bytes() <= llm.plan.work_bytes
+
+
+def test_a_bad_prompt_in_a_batch_leaves_nothing_behind(tiny: Path) -> None:
+    with open_llm(tiny) as llm:
+        with pytest.raises(RequestError, match="longer than the context"):
+            llm.generate_batch(["fine", "a" * 500], GREEDY)
+        assert not llm._loop.has_work

@@ -263,3 +263,23 @@ def test_penalties_keep_tokens_from_coming_back(option: str, first: float) -> No
     kept = answer(generate(make_loop(), [1], max_tokens=20, temperature=0.0, **{option: first}))
     assert len(set(kept)) == 20 or option == "repetition_penalty"
     assert kept != plain
+
+
+def test_broken_scores_end_only_their_own_sequence() -> None:
+    class Broken(FakeModel):
+        def __call__(self, ids: Any, rows: Any, kv: Any, experts: Any, logits_rows: Any) -> Any:
+            logits = super().__call__(ids, rows, kv, experts, logits_rows)
+            for row, t in enumerate(logits_rows):
+                if ids[t] == 31:
+                    logits[row] = float("nan")
+            return logits
+
+    options = {"max_tokens": 6, "temperature": 0.0}
+    expected = answer(generate(make_loop(), [1, 2, 3], **options))
+    loop = make_loop(Broken())
+    good = [loop.submit([1, 2, 3], resolved(**options), seed=0) for _ in range(2)]
+    bad = loop.submit([4, 31], resolved(**options), seed=0)
+    drain(loop)
+    assert [answer(s) for s in good] == [expected] * 2
+    assert bad.finish_reason == "error" and bad.num_generated == 0
+    assert loop.num_pages_used == 0

@@ -51,7 +51,9 @@ def command(
     from headrace.cli.wait import loading
     from headrace.llm import LLM
 
-    with loading(model), LLM(model, engine) as llm:
+    with loading(model):
+        llm = LLM(model, engine)
+    with llm:
         say(describe(llm, model))
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         if is_terminal:

@@ -50,7 +50,9 @@ def command(
     from headrace.cli.wait import loading
     from headrace.llm import LLM
 
-    with loading(model), LLM(model, engine) as llm:
+    with loading(model):
+        llm = LLM(model, engine)
+    with llm:
         stream, form = _start(llm, prompt, chat, sampling)
         say(f"{describe(llm, model)} · {form} prompt")
         if form == "raw" and not as_json and sys.stdout.isatty():

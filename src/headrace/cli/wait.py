@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from rich.text import Text
+
 from headrace.cli.report import stderr
 
 if TYPE_CHECKING:
@@ -14,10 +16,12 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def loading(model: str) -> Iterator[None]:
-    """Say at once that a model is being loaded."""
-    if sys.stderr.isatty():
-        stderr().print(f"loading {model} ...", style="dim", end="\r")
-    yield
+    """Say that a model is being loaded."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with stderr().status(Text(f"loading {model}", style="dim")):
+        yield
 
 
 class Progress:

@@ -203,7 +203,13 @@ class EngineLoop:
             if not sequence.is_prefilling:
                 sequence.finish("length")
         elif not sequence.is_prefilling:
-            sequence.append(sampler.choose(sequence, logits[-1]))
+            self._choose(sequence, logits[-1])
+
+    def _choose(self, sequence: Sequence, logits: Float32) -> None:
+        try:
+            sequence.append(sampler.choose(sequence, logits))
+        except NumericError as error:  # its rows are computed already: nothing to try again
+            sequence.finish("error", error)
 
     def _file_pages(self, sequence: Sequence) -> None:
         size = self._pages.page_tokens
