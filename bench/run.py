@@ -3,11 +3,12 @@
     headrace synth qwen3-30b-a3b big --layers 12
     python bench/run.py big [--streamed 1536MiB] [--resident 8GiB] [--tokens 64] [--repeat 3]
 
-Each run is a process of its own. Beside each, in the same minute, the limit it meets is measured: for
-the resident run, two threads that read memory and do nothing else; for the streamed run, direct reads
-of records at random offsets by as many plain threads as the engine has readers. Prints a row per run
-and the medians, with the machine, the commit and the share of time that the host stole: above 5 % a
-run is void. Weights read per token are the dense weights and one token's records.
+Beside each run, in the same minute, the limit it meets is measured: for the resident run, the pool's
+threads reading memory and doing nothing else; for the streamed run, direct reads of records at
+random places by as many plain threads as the engine has readers. Prints a row per run and the
+medians, with the machine, the commit and the share of time that the host stole: above 5 % a run is
+void. Weights read per token are the dense weights and one token's records. The resident model is
+filled by a first answer, which is not counted.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def headrace(*arguments: str) -> dict[str, Any]:
 
 
 def memory_bandwidth() -> float:
-    """Bytes per second that the pool's threads read from 1 GiB of memory, the best of five passes."""
+    """Bytes per second that the pool's threads read from 1 GiB, the best of five passes."""
     memory = _core.aligned_empty(1 << 30)
     memory.view(np.uint64)[:] = np.arange(memory.size // 8, dtype=np.uint64)
     times = []
