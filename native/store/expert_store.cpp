@@ -77,12 +77,13 @@ void ExpertStore::close() {
   }
   readers_->stop();
   const std::scoped_lock lock(mutex_);
+  has_stopped_ = true;
   changed_.notify_all();
   free_memory_if_unused_locked();
 }
 
 void ExpertStore::free_memory_if_unused_locked() {
-  if (is_closed_ && leases_.empty()) memory_ = io::PageBuffer();
+  if (has_stopped_ && leases_.empty()) memory_ = io::PageBuffer();
 }
 
 // Where things are
@@ -232,6 +233,7 @@ int32_t ExpertStore::next_ready(Lease& lease, std::span<int32_t> out) {
   std::unique_lock lock(mutex_);
   while (true) {
     if (lease.is_released_) throw Error(ErrorKind::ExpertRead, "the lease was released");
+    if (!lease.error_.empty()) throw Error(ErrorKind::ExpertRead, lease.error_);
     size_t num_ready = 0;
     bool is_complete = true;
     for (size_t i = 0; i < lease.items_.size() && num_ready < out.size(); ++i) {
@@ -239,16 +241,14 @@ int32_t ExpertStore::next_ready(Lease& lease, std::span<int32_t> out) {
       if (item.state == Lease::State::Waiting) is_complete = false;
       if (item.state != Lease::State::Held) continue;
       is_complete = false;
-      const Slot& slot = slots_[at(item.slot)];
-      if (slot.state == SlotState::Failed) throw Error(ErrorKind::ExpertRead, slot.error);
-      if (slot.state != SlotState::Ready) continue;
+      if (slots_[at(item.slot)].state != SlotState::Ready) continue;
       item.state = Lease::State::Out;
       out[num_ready++] = static_cast<int32_t>(i);
     }
     if (num_ready > 0 || is_complete || out.empty()) return static_cast<int32_t>(num_ready);
     if (is_closed_) throw Error(ErrorKind::ExpertRead, "the expert store is closed");
     if (issue_locked(lease)) continue;
-    if (!has_read_in_flight_locked(lease) && steal_locked(lease)) continue;
+    if (!has_read_in_flight_locked(lease) && steal_locked()) continue;
     // No spinning first: a read takes a millisecond or more, a wake-up some 50 us, and the drive goes
     // on with the next record meanwhile.
     const auto since = std::chrono::steady_clock::now();
@@ -265,29 +265,45 @@ bool ExpertStore::has_read_in_flight_locked(const Lease& lease) const {
   });
 }
 
-// Every slot is pinned and the thief has nothing coming: take a record that another lease holds but was
-// not handed out yet, or both would wait for each other if one thread serves both. A lease whose thread
-// waits in next_ready is spared: it is about to take what it holds.
-bool ExpertStore::steal_locked(const Lease& thief) {
-  for (Lease* lease : leases_) {
-    if (lease == &thief || lease->is_waiting_) continue;
-    for (Lease::Item& item : lease->items_) {
-      if (item.state != Lease::State::Held) continue;
-      const Slot& slot = slots_[at(item.slot)];
-      if (slot.state != SlotState::Ready || slot.pins != 1) continue;
-      const int32_t stolen = std::exchange(item.slot, -1);
-      item.state = Lease::State::Waiting;
-      lease->first_waiting_ = 0;
-      if (item.is_miss) --lease->num_ahead_;
-      if (!item.is_miss) --stats_.hits;
-      if (!item.is_miss) ++stats_.misses;  // it will be, unless it is back by then
-      item.is_miss = true;
-      ++stats_.stolen;
-      unpin_locked(stolen);
-      return true;
+// Every slot is pinned and the thief has nothing coming: take a slot whose record no lease was handed
+// yet, or leases that one thread holds at once would wait for each other. A lease whose thread waits in
+// next_ready is spared: it is about to take what it holds.
+bool ExpertStore::steal_locked() {
+  const auto is_loose = [this](const Lease& lease, const Lease::Item& item) {
+    return !lease.is_waiting_ && item.state == Lease::State::Held &&
+           slots_[at(item.slot)].state == SlotState::Ready;
+  };
+  std::vector<int32_t> num_loose(slots_.size(), 0);
+  for (const Lease* lease : leases_) {
+    for (const Lease::Item& item : lease->items_) {
+      if (is_loose(*lease, item)) ++num_loose[at(item.slot)];
     }
   }
+  for (size_t slot = 0; slot < slots_.size(); ++slot) {
+    if (num_loose[slot] == 0 || num_loose[slot] != slots_[slot].pins) continue;
+    for (Lease* lease : leases_) {
+      for (Lease::Item& item : lease->items_) {
+        if (item.slot == static_cast<int32_t>(slot)) lose_locked(*lease, item);
+      }
+    }
+    return true;
+  }
   return false;
+}
+
+// The item goes back to waiting; if it was a hit it will be a miss, unless its record is back by then.
+void ExpertStore::lose_locked(Lease& lease, Lease::Item& item) {
+  if (item.is_miss) {
+    --lease.num_ahead_;
+  } else {
+    --stats_.hits;
+    ++stats_.misses;
+  }
+  item.is_miss = true;
+  item.state = Lease::State::Waiting;
+  lease.first_waiting_ = 0;
+  ++stats_.stolen;
+  unpin_locked(std::exchange(item.slot, -1));
 }
 
 void ExpertStore::done(Lease& lease, int32_t index) {
@@ -341,12 +357,9 @@ void ExpertStore::pin_locked(int32_t slot) {
 void ExpertStore::unpin_locked(int32_t slot) {
   Slot& left = slots_[at(slot)];
   if (--left.pins > 0) return;
-  if (left.state == SlotState::Ready) {
-    policy_.insert(left.record);
-    changed_.notify_all();
-  } else if (left.state == SlotState::Failed) {
-    free_slot_locked(slot);
-  }  // a slot that is loading joins the candidates when its read ends
+  if (left.state != SlotState::Ready) return;  // loading: it joins the candidates when its read ends
+  policy_.insert(left.record);
+  changed_.notify_all();
 }
 
 // Forgets the slot's record, if it still has one, and makes the slot free.
@@ -463,14 +476,24 @@ void ExpertStore::loaded(Load& load, std::string error, int64_t bytes_read) {
     if (slot.pins == 0) policy_.insert(load.record());
   } else {
     ++stats_.failed_reads;
-    slot_of_[at(load.record())] = -1;  // not cached: the next acquire tries again
-    slot.record = -1;
-    slot.state = SlotState::Failed;
-    slot.error = std::move(error);
-    if (slot.pins == 0) free_slot_locked(load.slot());
+    fail_leases_locked(load.slot(), error);
+    free_slot_locked(load.slot());  // not cached: the next acquire tries again
   }
   changed_.notify_all();
   if (!is_closed_) pump_advice_locked();
+}
+
+// The leases that wanted the slot's record learn why they will not get it; the slot is theirs no more.
+void ExpertStore::fail_leases_locked(int32_t slot, const std::string& error) {
+  for (Lease* lease : leases_) {
+    for (Lease::Item& item : lease->items_) {
+      if (item.slot != slot) continue;
+      if (item.is_miss) --lease->num_ahead_;
+      item.slot = -1;
+      item.state = Lease::State::Done;
+      lease->error_ = error;
+    }
+  }
 }
 
 // Advice
@@ -589,7 +612,6 @@ std::string ExpertStore::debug_check() const {
       return name + "its record is said to be elsewhere";
     }
     if ((slot.load != nullptr) != (slot.state == SlotState::Loading)) return name + "load lost";
-    if (slot.state == SlotState::Failed && slot.pins == 0) return name + "leaked after a failed read";
     const bool is_candidate = slot.state == SlotState::Ready && slot.pins == 0;
     if (has_record && policy_.contains(slot.record) != is_candidate) {
       return name + "is wrongly a candidate for eviction, or wrongly none";

@@ -122,6 +122,7 @@ class Lease final : public RecordFeed {
   std::vector<Item> items_;  // as all below: under the store's mutex
   int32_t num_ahead_ = 0;    // misses loading, or ready and not yet done
   int32_t first_waiting_ = 0;
+  std::string error_;        // a record cannot be had: what next_ready throws from then on
   bool is_waiting_ = false;  // its thread is inside next_ready
   bool is_released_ = false;
 };
@@ -164,14 +165,13 @@ class ExpertStore : public std::enable_shared_from_this<ExpertStore> {
  private:
   friend class Lease;
   class Load;
-  enum class SlotState : uint8_t { Free, Loading, Ready, Failed, Retired };
+  enum class SlotState : uint8_t { Free, Loading, Ready, Retired };
   struct Slot {
     SlotState state = SlotState::Free;
     int32_t record = -1;
     int32_t pins = 0;            // items of leases; a pinned slot is never a victim
     bool is_advised = false;     // read by advice and not used yet
     std::shared_ptr<Load> load;  // while Loading
-    std::string error;           // when Failed
   };
 
   ExpertStore(RecordTable table, const Options& options);
@@ -185,12 +185,14 @@ class ExpertStore : public std::enable_shared_from_this<ExpertStore> {
   int32_t next_ready(Lease& lease, std::span<int32_t> out);
   void done(Lease& lease, int32_t index);
   void release(Lease& lease);
+  void fail_leases_locked(int32_t slot, const std::string& error);
   void loaded(Load& load, std::string error, int64_t bytes_read);
 
   void route_locked(int32_t row, std::span<const int32_t> num_tokens, int32_t step_tokens);
   bool hold_locked(Lease::Item& item);
   bool issue_locked(Lease& lease);
-  bool steal_locked(const Lease& thief);
+  bool steal_locked();
+  void lose_locked(Lease& lease, Lease::Item& item);
   bool has_read_in_flight_locked(const Lease& lease) const;
   int32_t take_slot_locked(int32_t colder_than);
   int32_t pop_free_locked();
@@ -229,7 +231,8 @@ class ExpertStore : public std::enable_shared_from_this<ExpertStore> {
   int64_t num_routed_tokens_ = 0;    // of finished steps
   int32_t step_tokens_ = 0;
   int32_t last_row_ = -1;
-  bool is_closed_ = false;
+  bool is_closed_ = false;    // nothing is ordered any more
+  bool has_stopped_ = false;  // and nothing is in flight
   Stats stats_;
 
   std::unique_ptr<io::ReadPool> readers_;  // last: its threads use all of the above
