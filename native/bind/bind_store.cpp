@@ -24,10 +24,9 @@
 #include "io/checksum.h"
 #include "io/fault.h"
 #include "io/load.h"
-#include "store/expert_store.h"
-#if __has_include("kernels/pack.h")
+#include "kernels/format.h"
 #include "kernels/pack.h"
-#endif
+#include "store/expert_store.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -55,18 +54,9 @@ nb::ndarray<nb::numpy, T> to_numpy(std::vector<T> values, std::initializer_list<
   return nb::ndarray<nb::numpy, T>(kept->data(), shape, owner);
 }
 
-Format parse_expert_format(const std::string& name) {
-  static const std::map<std::string, Format> formats{
-      {"f32", Format::F32}, {"f16", Format::F16}, {"bf16", Format::BF16},
-      {"q8", Format::Q8},   {"q4", Format::Q4},   {"mxfp4", Format::MXFP4}};
-  const auto found = formats.find(name);
-  if (found == formats.end()) throw Error(ErrorKind::Checkpoint, "unknown record format: " + name);
-  return found->second;
-}
-
 ExpertMatrix to_matrix(const MatrixTuple& from) {
   const auto& [format, rows, cols, group, offset] = from;
-  return {parse_expert_format(format), rows, cols, group, offset};
+  return {parse_format(format), rows, cols, group, offset};
 }
 
 void read_requests(const std::vector<std::tuple<std::string, int64_t, ByteArray>>& requests,
@@ -89,11 +79,7 @@ void read_requests(const std::vector<std::tuple<std::string, int64_t, ByteArray>
 }
 
 // The repacking kernel is given to the store here, so that neither knows the other.
-#if __has_include("kernels/pack.h")
 constexpr store::Repack repack_rows = &interleave_rows;
-#else
-constexpr store::Repack repack_rows = nullptr;
-#endif
 
 std::shared_ptr<ExpertStore> open_store(
     std::vector<std::string> files, std::vector<int32_t> layers, int32_t num_experts,

@@ -1,4 +1,4 @@
-"""The expert store against plain reads of the same files: every byte, every counter, every fault."""
+"""The expert store against the bytes of its files: every byte, every counter, every fault."""
 
 import threading
 import time
@@ -250,7 +250,13 @@ def test_a_failed_read_names_the_place_and_is_not_cached(
         with pytest.raises(ExpertReadError) as caught:
             read_all(store, 2, range(8))
         message = str(caught.value)
-        for part in ("layer 2, expert 6", "experts-002.bin", f"offset {offset}", "12288", "errno 5"):
+        for part in (
+            "layer 2, expert 6",
+            "experts-002.bin",
+            f"offset {offset}",
+            "12288",
+            "errno 5",
+        ):
             assert part in message
         assert "hint: " in message
         store.debug_check()
@@ -281,7 +287,9 @@ def test_a_flipped_bit_fails_the_checksum(records: Records, faults: Inject) -> N
     faults("flip", path_contains="experts-005")
     expected = int(records.table.checksum[2, 4])  # type: ignore[index]
     with records.open(8) as store:
-        with pytest.raises(ExpertReadError, match=rf"damaged: layer 5, expert 4.*\n.*{expected:016x}"):
+        with pytest.raises(
+            ExpertReadError, match=rf"damaged: layer 5, expert 4.*\n.*{expected:016x}"
+        ):
             read_all(store, 5, [4])
         records.check(5, 4, read_all(store, 5, [4])[4])
         store.debug_check()

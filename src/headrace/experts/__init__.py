@@ -1,4 +1,4 @@
-"""Where each expert's bytes are, right now: the store that models ask, and the history that warms it."""
+"""Where each expert's bytes are: the store that models ask, and the history that warms it."""
 
 from headrace.experts.history import History
 from headrace.experts.store import ExpertStore, Lease, ReaderConfig, StoreStats

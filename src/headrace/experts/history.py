@@ -1,8 +1,8 @@
 """Which experts earlier runs used: routed counts that warm the next start.
 
 Owns one small file beside the model or in the user's cache directory, bound to the checkpoint's
-fingerprint. It is advice: a file that is missing, damaged or of another model is put aside with a logged
-warning and never stops a run. It reads no weights and decides nothing.
+fingerprint. It is advice: a file that is missing, damaged or of another model is put aside with a
+logged warning and never stops a run. It reads no weights and decides nothing.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ FILE_NAME = "headrace-history.json"
 FORMAT = "headrace history"
 FORMAT_VERSION = 1
 HALF_LIFE_TOKENS = 100_000
-"""Tokens after which a saved count weighs half: long against a conversation, short against a change of
-use. A choice, not a measurement; it only orders what is warmed first."""
+"""Tokens after which a saved count weighs half: long against a conversation, short against a change
+of use. A choice, not a measurement; it only orders what is warmed first."""
 _MAX_FILE_BYTES = 256 << 20
 
 
 def default_path(model: Path, fingerprint: str) -> Path:
-    """Return where a model's history lives: beside the model if that can be written, else in the cache.
+    """Return where a history lives: beside the model if that can be written, else in the cache.
 
     Args:
         model: the checkpoint, a directory or a file.
@@ -50,8 +50,8 @@ def default_path(model: Path, fingerprint: str) -> Path:
 class History:
     """Routed counts [Lm, E] with a half-life, for one checkpoint.
 
-    `counts` holds decayed routed tokens per record, `num_tokens` the decayed number of tokens that were
-    routed: their quotient is how often a token wants the record.
+    `counts` holds decayed routed tokens per record, `num_tokens` the decayed number of tokens that
+    were routed: their quotient is how often a token wants the record.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class History:
         return self.counts * (settled / self.num_tokens) if self.num_tokens > 0 else self.counts
 
     def hottest(self, limit: int) -> list[tuple[int, int]]:
-        """Return up to `limit` (layer, expert) pairs by descending count, none with a count of 0."""
+        """Return at most `limit` (layer, expert) pairs by descending count, none with a zero."""
         flat = self.counts.ravel()
         order = np.argsort(-flat, kind="stable")[:limit]
         layers = self._identity["layers"]

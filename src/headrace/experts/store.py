@@ -1,8 +1,8 @@
 """The expert store: models ask it for the records a router chose, and get a lease.
 
-Owns every slot, the reader threads and the open files of the experts. It decides what is read, kept and
-given up, and never changes a result. Placement and reading are native (`native/store`); this module
-translates the checkpoint's record table, and reports.
+Owns every slot, the reader threads and the open files of the experts. It decides what is read, kept
+and given up, and never changes a result. Placement and reading are native (`native/store`); this
+module translates the checkpoint's record table, and reports.
 """
 
 from collections.abc import Iterable
@@ -57,8 +57,8 @@ class ReaderConfig(Protocol):
 class StoreStats:
     """Counters since the store was opened. One request is one distinct expert of one acquire.
 
-    `hits + misses == requests`, and for packed records `bytes_read == misses * record_bytes` as long as
-    no read failed and nothing was stolen.
+    `hits + misses == requests`, and for packed records `bytes_read == misses * record_bytes` as
+    long as no read failed and nothing was stolen.
     """
 
     requests: int
@@ -71,7 +71,7 @@ class StoreStats:
     """Hits whose bytes came by prefetch or warming, counted at their first use."""
     evictions: int
     bytes_read: int
-    """For misses; advice counts in prefetch_bytes. In place, the aligned edges of ranges included."""
+    """For misses; advice counts in prefetch_bytes. In place, with the aligned edges of ranges."""
     prefetch_bytes: int
     """For prefetch and warming."""
     reread_bytes: int
@@ -93,7 +93,7 @@ class StoreStats:
     """ "direct", or "buffered" once any file refused direct reads."""
 
     def since(self, earlier: "StoreStats") -> "StoreStats":
-        """Return what was counted after `earlier`; the maximum and the mode are the present ones."""
+        """Return what was counted after `earlier`; maximum and mode are the present ones."""
         kept = {"reads_in_flight_max", "read_mode"}
         return StoreStats(
             **{
@@ -112,8 +112,8 @@ def _matrix(layout: MatrixLayout) -> tuple[str, int, int, int, int]:
 class ExpertStore:
     """The one owner of expert bytes: `num_slots` slots over all layers, filled on demand.
 
-    Safe to use from several threads; each lease is used by one. A context manager: leaving it closes
-    the store.
+    Safe to use from several threads; each lease is used by one. A context manager: leaving it
+    closes the store.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class ExpertStore:
             table: where every record is.
             num_slots: records held at once, 2 or more; more than there are records is cut to that.
             readers: how to read.
-            history: routed counts of earlier runs: they order evictions and warm free slots at once,
-                and this run's counts are added and saved on close.
+            history: routed counts of earlier runs: they order evictions and warm free slots at
+                once, and this run's counts are added and saved on close.
 
         Raises:
             CheckpointError: a file is missing, or the table is inconsistent.
@@ -185,8 +185,8 @@ class ExpertStore:
             ids: [T, A] int32, the experts of each token.
 
         Returns:
-            A lease, to be used in a `with` block and handed to `ops.moe_ffn`. Its records become ready
-            one by one, those already held first.
+            A lease, to be used in a `with` block and handed to `ops.moe_ffn`. Its records become
+            ready one by one, those already held first.
 
         Raises:
             ShapeError: the layer has no experts, or an id is out of range.
@@ -197,8 +197,8 @@ class ExpertStore:
     def prefetch(self, layer: int, ids: Int32) -> None:
         """Advise that experts of a layer will be wanted soon.
 
-        They are read at low priority, and never push out a record that was routed more often. Advice
-        that has not begun when the layer is acquired is dropped.
+        They are read at low priority, and never push out a record that was routed more often.
+        Advice that has not begun when the layer is acquired is dropped.
 
         Args:
             layer: the model's layer number.
@@ -223,7 +223,7 @@ class ExpertStore:
         return self._native.resize(num_slots)
 
     def frequencies(self) -> npt.NDArray[np.float64]:
-        """Return the routed tokens per record, decayed to now: [Lm, E] in the table's layer order."""
+        """Return the routed tokens per record, decayed to now: [Lm, E]."""
         return self._native.frequencies()
 
     def routed_counts(self) -> Int64:
