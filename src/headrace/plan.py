@@ -252,7 +252,12 @@ def make_plan(
     least_chunk = min(SMALLEST_CHUNK if config.chunk == "auto" else config.chunk, context)
 
     def work(chunk: int) -> int:
-        return work_bytes(sizes, chunk + config.sequences, config.sequences + logits_rows)
+        # A step either fills a chunk or scores a few rows of a text, never both (the scheduler).
+        num = config.sequences
+        scored = min(chunk, logits_rows)
+        return max(
+            work_bytes(sizes, num + chunk, num), work_bytes(sizes, num + scored, num + scored)
+        )
 
     floor_bytes = _check_floor(sizes, config, ceiling_bytes, fixed, work(least_chunk), floor_slots)
     margin = margin_bytes(ceiling_bytes)

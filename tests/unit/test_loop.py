@@ -283,3 +283,15 @@ def test_broken_scores_end_only_their_own_sequence() -> None:
     assert [answer(s) for s in good] == [expected] * 2
     assert bad.finish_reason == "error" and bad.num_generated == 0
     assert loop.num_pages_used == 0
+
+
+def test_a_scored_text_never_shares_a_step_with_a_chunk() -> None:
+    model = FakeModel()
+    loop = make_loop(model, chunk=16, logits_rows=5)
+    first = loop.submit(list(range(20)), resolved(max_tokens=30), seed=0)
+    scored = loop.submit(list(range(12)), resolved(), seed=0, score_only=True)
+    last = loop.submit(list(range(9)), resolved(max_tokens=2), seed=0)
+    drain(loop)
+    assert model.calls[:6] == [16, 4, 6, 6, 3, 10]
+    assert [s.finish_reason for s in (first, scored, last)] == ["length"] * 3
+    assert len(scored.prompt_logprobs) == 11

@@ -56,9 +56,11 @@ class Scheduler:
         for sequence in self.running:
             if left and sequence.is_prefilling:
                 count = min(left, sequence.num_prompt - sequence.num_computed)
-                if sequence.want_prompt_logprobs:  # every row needs V logits: bound them
-                    count = min(count, self.max_logits_rows)
-                    left = min(left, count)
+                if sequence.want_prompt_logprobs:
+                    # Every row needs V scores: it gets a small step for itself, in its turn.
+                    if left < self.chunk:
+                        break
+                    count = left = min(count, self.max_logits_rows)
                 parts.append(Part(sequence, count))
                 left -= count
         return parts
