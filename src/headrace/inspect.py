@@ -131,7 +131,7 @@ class VerifyReport:
     num_checked: int
     checked_bytes: int
     has_checksums: bool
-    """False in a Hugging Face checkpoint: only the values' being finite could be checked."""
+    """False unless a container: only the values' being finite could be checked."""
     damaged: tuple[Damage, ...]
 
     @property
@@ -143,7 +143,7 @@ class VerifyReport:
 def verify(path: Path, progress: Callable[[str, int, int], None] = lambda *_: None) -> VerifyReport:
     """Read every tensor and record and compare it with its checksum.
 
-    Without checksums (a Hugging Face checkpoint) the values are searched for NaN and infinity.
+    Without checksums (Hugging Face, GGUF) the values are searched for NaN and infinity.
 
     Args:
         path: the checkpoint.
@@ -153,12 +153,13 @@ def verify(path: Path, progress: Callable[[str, int, int], None] = lambda *_: No
         CheckpointError: the checkpoint cannot be opened; damage to data is reported, not raised.
     """
     _, checkpoint = open_model(path)
+    checks: list[_Range | _Load]
     if isinstance(checkpoint, ContainerCheckpoint):
         checks = list(_container_ranges(checkpoint))
     elif isinstance(checkpoint, HuggingFaceCheckpoint):
         checks = [_Range(e, e.nbytes, None) for e in checkpoint.entries.values()]
     else:
-        raise CheckpointError(f"no way to verify a {checkpoint.kind}: {path}")
+        checks = [_Load(checkpoint, name) for name in checkpoint.tensors]
     checks.sort(key=lambda c: (c.entry.path, c.entry.offset))
     total, done = sum(c.nbytes for c in checks), 0
     damaged = []
@@ -203,6 +204,32 @@ class _Range:
             if format is not None:
                 first = at // (4 if format == "f32" else 2)
                 check_finite(data, format, entry.name, entry.path, first)
+
+
+@dataclass(frozen=True)
+class _Load:
+    """A tensor that is checked by loading it; the checkpoint alone knows where it lies."""
+
+    checkpoint: Checkpoint
+    name: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes once loaded."""
+        return self.checkpoint.info(self.name).nbytes
+
+    @property
+    def entry(self) -> TensorEntry:
+        """The tensor, at an offset that is not known here."""
+        info = self.checkpoint.info(self.name)
+        return TensorEntry(self.name, info.format, info.shape, self.checkpoint.path, 0, info.nbytes)
+
+    def run(self) -> None:
+        """Load the tensor; raise CheckpointError if it is damaged."""
+        if len(self.checkpoint.info(self.name).shape) == 2:
+            self.checkpoint.load_matrix(self.name)
+        else:
+            self.checkpoint.load_vector(self.name)
 
 
 def _container_ranges(checkpoint: ContainerCheckpoint) -> Iterator[_Range]:

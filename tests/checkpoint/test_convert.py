@@ -374,7 +374,7 @@ def test_unknown_model_and_unknown_recipe(tmp_path: Path) -> None:
 def test_container_is_no_source(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "out", Recipe())
-    with pytest.raises(CheckpointError, match="source is a container"):
+    with pytest.raises(CheckpointError, match="but a container"):
         convert(tmp_path / "out", tmp_path / "again", Recipe())
 
 

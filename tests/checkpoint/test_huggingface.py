@@ -1,7 +1,9 @@
 """A Hugging Face directory opened in place: exact values, complete tables, clear refusals."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +16,13 @@ from checkpoint_helpers import (
     write_checkpoint,
     write_safetensors,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from headrace import _core
 from headrace.checkpoint import HuggingFaceCheckpoint, open_checkpoint
-from headrace.errors import CheckpointError, RequestError, UnsupportedModelError
+from headrace.errors import CheckpointError, EngineError, RequestError, UnsupportedModelError
+from headrace.inspect import describe
 
 
 def _wide(array: np.ndarray) -> np.ndarray:
@@ -172,6 +177,39 @@ def test_nan_is_named_with_its_index(value: int, kind: str, name: str, tmp_path:
     checkpoint = open_checkpoint(tmp_path, NAMES)
     with pytest.raises(CheckpointError, match=f"weight is {kind}: tensor {name}, index 37"):
         checkpoint.load_matrix(name) if bad.ndim == 2 else checkpoint.load_vector(name)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
+    max_leaves=5,
+)
+config_keys = st.sampled_from(sorted(Shape(mtp=1).config))
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    changes=st.dictionaries(config_keys, json_values, max_size=3),
+    index=st.none() | json_values | st.dictionaries(st.just("weight_map"), json_values),
+    names=st.dictionaries(st.sampled_from(["model.norm.weight", "x"]), st.text(max_size=4)),
+)
+def test_fuzz_config_and_index(
+    changes: dict[str, Any], index: Any, names: dict[str, str], tmp_path: Path
+) -> None:
+    """Whatever the small files say: a checkpoint and its model open, or say what is wrong."""
+    if not (tmp_path / "model-00001-of-00002.safetensors").exists():
+        write_checkpoint(tmp_path, Shape(mtp=1), shards=2)
+        shutil.copy(tmp_path / "model.safetensors.index.json", tmp_path / "index")
+    (tmp_path / "config.json").write_text(json.dumps({**Shape(mtp=1).config, **changes}))
+    weight_map = json.loads((tmp_path / "index").read_text())["weight_map"]
+    content = {"weight_map": {**weight_map, **names}} if index is None else index
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
+    try:
+        describe(tmp_path)
+    except EngineError as error:
+        assert str(error)
 
 
 def test_wrong_kind_of_path(tmp_path: Path) -> None:

@@ -77,8 +77,8 @@ def make_plan(path: Path, recipe: Recipe) -> ConvertPlan:
     source = open_checkpoint(path, expert_names(spec))
     if not isinstance(source, HuggingFaceCheckpoint):
         raise CheckpointError(
-            f"source is a {source.kind}: {path}\nexpected a Hugging Face checkpoint\n"
-            "hint: convert from the original weights; a container is run as it is"
+            f"source is no Hugging Face checkpoint but a {source.kind}: {path}\n"
+            "hint: it runs as it is; to store it otherwise, convert from the original weights"
         )
     architecture = REGISTRY[spec.model_type]
     Weights(source, architecture.names).check(architecture.parameters(spec), spec)
