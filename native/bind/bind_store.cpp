@@ -50,7 +50,8 @@ std::span<const int32_t> id_span(const IdArray& ids) { return {ids.data(), ids.s
 template <typename T>
 nb::ndarray<nb::numpy, T> to_numpy(std::vector<T> values, std::initializer_list<size_t> shape) {
   auto* kept = new std::vector<T>(std::move(values));
-  nb::capsule owner(kept, [](void* pointer) noexcept { delete static_cast<std::vector<T>*>(pointer); });
+  nb::capsule owner(kept,
+                    [](void* pointer) noexcept { delete static_cast<std::vector<T>*>(pointer); });
   return nb::ndarray<nb::numpy, T>(kept->data(), shape, owner);
 }
 
@@ -81,11 +82,14 @@ void read_requests(const std::vector<std::tuple<std::string, int64_t, ByteArray>
 // The repacking kernel is given to the store here, so that neither knows the other.
 constexpr store::Repack repack_rows = &interleave_rows;
 
-std::shared_ptr<ExpertStore> open_store(
-    std::vector<std::string> files, std::vector<int32_t> layers, int32_t num_experts,
-    const MatrixTuple& gate, const MatrixTuple& up, const MatrixTuple& down, int64_t record_bytes,
-    const Table<int32_t, 3>& file, const Table<int64_t, 3>& offset, const Table<int64_t, 3>& length,
-    const std::optional<Table<uint64_t, 2>>& checksum, bool in_place, const store::Options& options) {
+std::shared_ptr<ExpertStore> open_store(std::vector<std::string> files, std::vector<int32_t> layers,
+                                        int32_t num_experts, const MatrixTuple& gate,
+                                        const MatrixTuple& up, const MatrixTuple& down,
+                                        int64_t record_bytes, const Table<int32_t, 3>& file,
+                                        const Table<int64_t, 3>& offset,
+                                        const Table<int64_t, 3>& length,
+                                        const std::optional<Table<uint64_t, 2>>& checksum,
+                                        bool in_place, const store::Options& options) {
   store::RecordTable table;
   table.files = std::move(files);
   table.layers = std::move(layers);
@@ -137,9 +141,8 @@ void bind_reading(nb::module_& m) {
   m.def(
       "read_into",
       [](const std::string& path, int64_t offset, const ByteArray& dest, int32_t readers,
-         int64_t block_bytes, bool direct) {
-        read_requests({{path, offset, dest}}, readers, block_bytes, direct);
-      },
+         int64_t block_bytes,
+         bool direct) { read_requests({{path, offset, dest}}, readers, block_bytes, direct); },
       "path"_a, "offset"_a, "dest"_a.noconvert(), nb::kw_only(), "readers"_a = 4,
       "block_bytes"_a = io::kDefaultBlockBytes, "direct"_a = true,
       "Fill dest with the file's bytes from offset on, by parallel direct reads.");
@@ -176,7 +179,8 @@ void bind_faults(nb::module_& m) {
       },
       "kind"_a, "after"_a = 0, "count"_a = 1, "path_contains"_a = "", "offset"_a = -1,
       "For tests: let reads fail. kind: eio, short, end, delay, flip, einval, stale_slot. `after` "
-      "matching reads pass first, then `count` fail (negative: all); only files whose path contains "
+      "matching reads pass first, then `count` fail (negative: all); only files whose path "
+      "contains "
       "the text, only reads that cover byte `offset` of the file if it is not negative.");
   m.def("clear_faults", &fault::clear, "Disarm every injected fault.");
   m.def("num_faults_fired", &fault::num_fired, "Faults that struck since the last clear_faults.");
@@ -243,10 +247,10 @@ void bind_expert_store(nb::module_& m) {
                        const std::optional<Table<uint64_t, 2>>& checksum, bool in_place,
                        int32_t num_slots, int32_t num_readers, int64_t block_bytes,
                        int32_t read_ahead, bool direct, double half_life_tokens) {
-             return open_store(std::move(files), std::move(layers), num_experts, gate, up, down,
-                               record_bytes, file, offset, length, checksum, in_place,
-                               {num_slots, num_readers, block_bytes, read_ahead, direct,
-                                half_life_tokens});
+             return open_store(
+                 std::move(files), std::move(layers), num_experts, gate, up, down, record_bytes,
+                 file, offset, length, checksum, in_place,
+                 {num_slots, num_readers, block_bytes, read_ahead, direct, half_life_tokens});
            }),
            nb::kw_only(), "files"_a, "layers"_a, "num_experts"_a, "gate"_a, "up"_a, "down"_a,
            "record_bytes"_a, "file"_a, "offset"_a, "length"_a, "checksum"_a.none(), "in_place"_a,
@@ -276,9 +280,8 @@ void bind_expert_store(nb::module_& m) {
           "records"_a)
       .def("frequencies",
            [](const ExpertStore& store) {
-             return to_numpy(store.frequencies(),
-                             {store.table().layers.size(),
-                              static_cast<size_t>(store.table().num_experts)});
+             return to_numpy(store.frequencies(), {store.table().layers.size(),
+                                                   static_cast<size_t>(store.table().num_experts)});
            })
       .def(
           "set_frequencies",
@@ -288,9 +291,9 @@ void bind_expert_store(nb::module_& m) {
           "frequencies"_a.noconvert())
       .def("routed_counts",
            [](const ExpertStore& store) {
-             return to_numpy(store.routed_counts(),
-                             {store.table().layers.size(),
-                              static_cast<size_t>(store.table().num_experts)});
+             return to_numpy(
+                 store.routed_counts(),
+                 {store.table().layers.size(), static_cast<size_t>(store.table().num_experts)});
            })
       .def_prop_ro("num_routed_tokens", &ExpertStore::num_routed_tokens)
       .def("resize", &ExpertStore::resize, "num_slots"_a, nb::call_guard<nb::gil_scoped_release>())

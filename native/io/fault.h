@@ -1,6 +1,6 @@
-// Faults that tests cause on purpose in the readers: an I/O error, a short read, a flipped bit. The only
-// state of the native core that belongs to the process and not to an object, since it stands for the
-// hardware. Costs one relaxed load per read while no fault is armed.
+// Faults that tests cause on purpose in the readers: an I/O error, a short read, a flipped bit. The
+// only state of the native core that belongs to the process and not to an object, since it stands
+// for the hardware. Costs one relaxed load per read while no fault is armed.
 #pragma once
 
 #include <atomic>

@@ -1,6 +1,6 @@
-// One open file, read at explicit offsets, past the operating system's page cache where the filesystem
-// allows it. Knows bytes, not models. The platform's calls live in file_<platform>.cpp; nothing else in
-// headrace makes them.
+// One open file, read at explicit offsets, past the operating system's page cache where the
+// filesystem allows it. Knows bytes, not models. The platform's calls live in file_<platform>.cpp;
+// nothing else in headrace makes them.
 #pragma once
 
 #include <atomic>
@@ -12,8 +12,8 @@
 
 namespace headrace::io {
 
-// Direct reads need addresses, offsets and lengths at multiples of the drive's block: 512 or 4096. We
-// use the larger everywhere, so that no drive has to be asked.
+// Direct reads need addresses, offsets and lengths at multiples of the drive's block: 512 or 4096.
+// We use the larger everywhere, so that no drive has to be asked.
 inline constexpr int64_t kAlignment = 4096;
 
 constexpr int64_t align_down(int64_t value) { return value / kAlignment * kAlignment; }
@@ -32,7 +32,8 @@ std::string error_text(int error);
 
 class File {
  public:
-  // Opens for reading; asks for direct reads when `direct`. Throws Error(kind) with the path and cause.
+  // Opens for reading; asks for direct reads when `direct`. Throws Error(kind) with the path and
+  // cause.
   File(std::string path, bool direct, ErrorKind kind);
   ~File();
   File(const File&) = delete;
@@ -42,10 +43,11 @@ class File {
   int64_t size_bytes() const { return size_bytes_; }  // when opened
   bool is_direct() const { return direct_.load(std::memory_order_relaxed); }
 
-  // Reads until `length` bytes are there, the file ends or an error comes: partial reads are continued,
-  // interrupted ones repeated. While is_direct(), dest, length and offset must be multiples of
-  // kAlignment. A direct read that the filesystem refuses (EINVAL) turns the file to buffered reads for
-  // good and is repeated; buffered reads drop their pages afterwards. Safe from many threads.
+  // Reads until `length` bytes are there, the file ends or an error comes: partial reads are
+  // continued, interrupted ones repeated. While is_direct(), dest, length and offset must be
+  // multiples of kAlignment. A direct read that the filesystem refuses (EINVAL) turns the file to
+  // buffered reads for good and is repeated; buffered reads drop their pages afterwards. Safe from
+  // many threads.
   ReadResult read(std::byte* dest, int64_t length, int64_t offset);
 
  private:

@@ -1,5 +1,5 @@
-// File on Linux, macOS and other POSIX systems. A Windows build adds file_windows.cpp with the same five
-// functions (CreateFile with FILE_FLAG_NO_BUFFERING, ReadFile with an OVERLAPPED offset).
+// File on Linux, macOS and other POSIX systems. A Windows build adds file_windows.cpp with the same
+// five functions (CreateFile with FILE_FLAG_NO_BUFFERING, ReadFile with an OVERLAPPED offset).
 #ifndef _WIN32
 
 #ifndef _GNU_SOURCE
@@ -18,7 +18,8 @@
 namespace headrace::io {
 namespace {
 
-// One system call moves at most this much: Linux stops at 2 GiB less a page, macOS refuses beyond 2 GiB.
+// One system call moves at most this much: Linux stops at 2 GiB less a page, macOS refuses beyond 2
+// GiB.
 constexpr int64_t kMaxCallBytes = int64_t{1} << 30;
 
 int open_read_only(const char* path, int flags) {
@@ -36,7 +37,8 @@ File::File(std::string path, bool direct, ErrorKind kind) : path_(std::move(path
 #ifdef O_DIRECT
   if (direct) {
     descriptor = open_read_only(path_.c_str(), O_DIRECT);
-    direct_ = descriptor >= 0;  // a filesystem without direct reads says EINVAL; open it plainly below
+    direct_ =
+        descriptor >= 0;  // a filesystem without direct reads says EINVAL; open it plainly below
   }
 #endif
   if (descriptor < 0) descriptor = open_read_only(path_.c_str(), 0);
@@ -81,7 +83,8 @@ void File::become_buffered() {
 
 void File::drop_pages(int64_t length, int64_t offset) {
 #ifdef POSIX_FADV_DONTNEED
-  ::posix_fadvise(static_cast<int>(handle_), offset, length, POSIX_FADV_DONTNEED);  // advice: may fail
+  ::posix_fadvise(static_cast<int>(handle_), offset, length,
+                  POSIX_FADV_DONTNEED);  // advice: may fail
 #else
   (void)length;
   (void)offset;

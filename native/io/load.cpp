@@ -53,7 +53,8 @@ std::string describe(const ReadFailure& failure) {
   return text;
 }
 
-void read_ranges(ReadPool& pool, std::span<const Range> ranges, int64_t block_bytes, ErrorKind kind) {
+void read_ranges(ReadPool& pool, std::span<const Range> ranges, int64_t block_bytes,
+                 ErrorKind kind) {
   const auto job = std::make_shared<RangesJob>(ranges, std::max(align_up(block_bytes), kAlignment));
   if (job->num_blocks() == 0) return;
   pool.submit(job, Priority::Demand);
@@ -61,13 +62,14 @@ void read_ranges(ReadPool& pool, std::span<const Range> ranges, int64_t block_by
   if (!failure) return;
   const std::string path = failure->file != nullptr ? failure->file->path() : std::string("?");
   const bool is_short = failure->error == 0;
-  throw Error(kind, std::string(is_short ? "file is short: " : "file cannot be read: ") + path + "\n" +
-                        describe(*failure) + "\nhint: " +
+  throw Error(kind, std::string(is_short ? "file is short: " : "file cannot be read: ") + path +
+                        "\n" + describe(*failure) + "\nhint: " +
                         (is_short ? "the file is truncated; run `headrace inspect --verify MODEL`"
                                   : "check the drive, then run `headrace inspect --verify MODEL`"));
 }
 
-RowReader::RowReader(std::string path, int64_t offset, int64_t row_bytes, int64_t num_rows, bool direct)
+RowReader::RowReader(std::string path, int64_t offset, int64_t row_bytes, int64_t num_rows,
+                     bool direct)
     : file_(std::move(path), direct, ErrorKind::Checkpoint),
       offset_(offset),
       row_bytes_(row_bytes),
@@ -80,8 +82,8 @@ void RowReader::read(std::span<const int32_t> ids, std::byte* dest) {
   ranges.reserve(ids.size());
   for (const int32_t id : ids) {
     if (id < 0 || id >= num_rows_) {
-      throw Error(ErrorKind::Request, "row id out of range: " + std::to_string(id) + "\nexpected 0 to " +
-                                          std::to_string(num_rows_ - 1));
+      throw Error(ErrorKind::Request, "row id out of range: " + std::to_string(id) +
+                                          "\nexpected 0 to " + std::to_string(num_rows_ - 1));
     }
     ranges.push_back({&file_, offset_ + id * row_bytes_, row_bytes_, dest});
     dest += row_bytes_;

@@ -20,9 +20,11 @@ struct Range {
   std::byte* dest;
 };
 
-// Reads every range, cut into blocks, by the pool's threads; returns when all bytes are there. Throws
-// Error(kind) naming file, offset, expected and got of the first failure, once no read is in flight.
-void read_ranges(ReadPool& pool, std::span<const Range> ranges, int64_t block_bytes, ErrorKind kind);
+// Reads every range, cut into blocks, by the pool's threads; returns when all bytes are there.
+// Throws Error(kind) naming file, offset, expected and got of the first failure, once no read is in
+// flight.
+void read_ranges(ReadPool& pool, std::span<const Range> ranges, int64_t block_bytes,
+                 ErrorKind kind);
 
 // "short" or the system's words; two lines: what was expected at which offset, and what came.
 std::string describe(const ReadFailure& failure);

@@ -7,8 +7,8 @@
 
 namespace headrace::io {
 
-// Huge pages spare address-translation misses in weights read end to end. Memory that fills slowly, as a
-// pool of KV pages does, wants small ones, or its first byte costs 2 MiB.
+// Huge pages spare address-translation misses in weights read end to end. Memory that fills slowly,
+// as a pool of KV pages does, wants small ones, or its first byte costs 2 MiB.
 enum class PageSize { Small, Huge };
 
 class PageBuffer {

@@ -115,8 +115,8 @@ void ReadPool::run() {
 int64_t ReadPool::read_block(ReadJob& job, int32_t index, PageBuffer& bounce,
                              std::optional<ReadFailure>& failure) {
   const ReadBlock block = job.block(index);
-  const bool is_direct_fit = is_aligned(block.dest) && block.offset % kAlignment == 0 &&
-                             block.length % kAlignment == 0;
+  const bool is_direct_fit =
+      is_aligned(block.dest) && block.offset % kAlignment == 0 && block.length % kAlignment == 0;
   if (block.dest != nullptr && (is_direct_fit || !block.file->is_direct())) {
     const ReadResult result = block.file->read(block.dest, block.length, block.offset);
     if (result.bytes < block.length) {
@@ -151,7 +151,8 @@ void ReadPool::stop() {
         if (job->next_block_ == job->num_blocks()) continue;  // wholly started, or seen already
         job->next_block_ = job->num_blocks();
         if (!job->failure_) job->failure_ = ReadFailure{nullptr, 0, 0, 0, kStopped};
-        if (job->num_in_flight_ == 0) dropped.push_back(std::move(job));  // else its thread finishes it
+        if (job->num_in_flight_ == 0)
+          dropped.push_back(std::move(job));  // else its thread finishes it
       }
       queue->clear();
     }
@@ -159,7 +160,8 @@ void ReadPool::stop() {
   work_.notify_all();
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
-  for (const std::shared_ptr<ReadJob>& job : dropped) job->finished(job->failure_, job->bytes_read_);
+  for (const std::shared_ptr<ReadJob>& job : dropped)
+    job->finished(job->failure_, job->bytes_read_);
 }
 
 ReadPoolStats ReadPool::stats() const {

@@ -1,9 +1,10 @@
-// Threads that read: jobs of many blocks, two priorities, several reads in flight. Large ranges are cut
-// into blocks so that one record is read by several threads and a demanded record overtakes an advised
-// one between two blocks. The pool knows bytes and files; what a job's bytes mean is the job's affair.
+// Threads that read: jobs of many blocks, two priorities, several reads in flight. Large ranges are
+// cut into blocks so that one record is read by several threads and a demanded record overtakes an
+// advised one between two blocks. The pool knows bytes and files; what a job's bytes mean is the
+// job's affair.
 //
-// Lock order: a job's owner may hold its own lock while it calls submit, raise or cancel; the pool never
-// holds its lock while it calls a job.
+// Lock order: a job's owner may hold its own lock while it calls submit, raise or cancel; the pool
+// never holds its lock while it calls a job.
 #pragma once
 
 #include <chrono>
@@ -33,8 +34,8 @@ struct ReadFailure {
 };
 inline constexpr int kStopped = -1;
 
-// One unit of a job: a byte range of a file. With `dest`, the bytes go there; without, they are shown
-// to ReadJob::consume in the reading thread's own buffer.
+// One unit of a job: a byte range of a file. With `dest`, the bytes go there; without, they are
+// shown to ReadJob::consume in the reading thread's own buffer.
 struct ReadBlock {
   File* file;
   int64_t offset;
@@ -55,7 +56,7 @@ class ReadJob {
 
  private:
   friend class ReadPool;
-  int32_t next_block_ = 0;    // all four: under the pool's lock
+  int32_t next_block_ = 0;  // all four: under the pool's lock
   int32_t num_in_flight_ = 0;
   int64_t bytes_read_ = 0;
   std::optional<ReadFailure> failure_;
@@ -63,9 +64,9 @@ class ReadJob {
 
 struct ReadPoolStats {
   int64_t bytes_read;
-  int64_t num_reads;             // blocks
-  int64_t read_ns;               // summed over reads
-  int64_t busy_ns;               // wall time with at least one read in flight
+  int64_t num_reads;  // blocks
+  int64_t read_ns;    // summed over reads
+  int64_t busy_ns;    // wall time with at least one read in flight
   int32_t in_flight_max;
 };
 

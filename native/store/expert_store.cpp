@@ -19,7 +19,8 @@ int64_t elapsed_ns(std::chrono::steady_clock::time_point since) {
 
 void check_options(const Options& options) {
   const auto require = [](bool is_good, const char* what, int64_t got) {
-    if (!is_good) throw Error(ErrorKind::Config, std::string(what) + ", got " + std::to_string(got));
+    if (!is_good)
+      throw Error(ErrorKind::Config, std::string(what) + ", got " + std::to_string(got));
   };
   require(options.num_slots >= kMinSlots, "num_slots must be at least 2", options.num_slots);
   require(options.num_readers >= 1 && options.num_readers <= 256, "num_readers must be 1 to 256",
@@ -190,13 +191,13 @@ bool ExpertStore::hold_locked(Lease::Item& item) {
   return true;
 }
 
-// Orders as many of the lease's misses as read_ahead and the slots allow, in id order. True if a record
-// became ready on the spot. With nothing of the lease's in flight one more may always go, or a caller
-// that keeps many records at once would wait for ever.
+// Orders as many of the lease's misses as read_ahead and the slots allow, in id order. True if a
+// record became ready on the spot. With nothing of the lease's in flight one more may always go, or
+// a caller that keeps many records at once would wait for ever.
 //
-// A miss pushes out a hotter record only while fewer than num_readers are ahead: that keeps the drive
-// busy. Further ones take the places of their predecessors, so a long prefill flows through a few slots
-// and leaves the rest of the cache alone.
+// A miss pushes out a hotter record only while fewer than num_readers are ahead: that keeps the
+// drive busy. Further ones take the places of their predecessors, so a long prefill flows through a
+// few slots and leaves the rest of the cache alone.
 bool ExpertStore::issue_locked(Lease& lease) {
   if (is_closed_) return false;
   bool has_ready = false;
@@ -249,8 +250,8 @@ int32_t ExpertStore::next_ready(Lease& lease, std::span<int32_t> out) {
     if (is_closed_) throw Error(ErrorKind::ExpertRead, "the expert store is closed");
     if (issue_locked(lease)) continue;
     if (!has_read_in_flight_locked(lease) && steal_locked()) continue;
-    // No spinning first: a read takes a millisecond or more, a wake-up some 50 us, and the drive goes
-    // on with the next record meanwhile.
+    // No spinning first: a read takes a millisecond or more, a wake-up some 50 us, and the drive
+    // goes on with the next record meanwhile.
     const auto since = std::chrono::steady_clock::now();
     lease.is_waiting_ = true;
     changed_.wait(lock);
@@ -265,9 +266,9 @@ bool ExpertStore::has_read_in_flight_locked(const Lease& lease) const {
   });
 }
 
-// Every slot is pinned and the thief has nothing coming: take a slot whose record no lease was handed
-// yet, or leases that one thread holds at once would wait for each other. A lease whose thread waits in
-// next_ready is spared: it is about to take what it holds.
+// Every slot is pinned and the thief has nothing coming: take a slot whose record no lease was
+// handed yet, or leases that one thread holds at once would wait for each other. A lease whose
+// thread waits in next_ready is spared: it is about to take what it holds.
 bool ExpertStore::steal_locked() {
   const auto is_loose = [this](const Lease& lease, const Lease::Item& item) {
     return !lease.is_waiting_ && item.state == Lease::State::Held &&
@@ -291,7 +292,8 @@ bool ExpertStore::steal_locked() {
   return false;
 }
 
-// The item goes back to waiting; if it was a hit it will be a miss, unless its record is back by then.
+// The item goes back to waiting; if it was a hit it will be a miss, unless its record is back by
+// then.
 void ExpertStore::lose_locked(Lease& lease, Lease::Item& item) {
   if (item.is_miss) {
     --lease.num_ahead_;
@@ -357,7 +359,8 @@ void ExpertStore::pin_locked(int32_t slot) {
 void ExpertStore::unpin_locked(int32_t slot) {
   Slot& left = slots_[at(slot)];
   if (--left.pins > 0) return;
-  if (left.state != SlotState::Ready) return;  // loading: it joins the candidates when its read ends
+  if (left.state != SlotState::Ready)
+    return;  // loading: it joins the candidates when its read ends
   policy_.insert(left.record);
   changed_.notify_all();
 }
@@ -371,15 +374,17 @@ void ExpertStore::free_slot_locked(int32_t slot) {
   changed_.notify_all();
 }
 
-// A free slot, made by eviction if need be; with `colder_than` a record, only by evicting one that is not
-// hotter. -1 if there is none.
+// A free slot, made by eviction if need be; with `colder_than` a record, only by evicting one that
+// is not hotter. -1 if there is none.
 int32_t ExpertStore::take_slot_locked(int32_t colder_than) {
   if (free_.empty()) {
     const int32_t victim = policy_.victim();
     const bool may_evict =
         victim >= 0 && (colder_than < 0 || !policy_.is_hotter(victim, colder_than));
-    if (may_evict) evict_locked();
-    else cancel_advice_locked();
+    if (may_evict)
+      evict_locked();
+    else
+      cancel_advice_locked();
   }
   return pop_free_locked();
 }
@@ -483,7 +488,8 @@ void ExpertStore::loaded(Load& load, std::string error, int64_t bytes_read) {
   if (!is_closed_) pump_advice_locked();
 }
 
-// The leases that wanted the slot's record learn why they will not get it; the slot is theirs no more.
+// The leases that wanted the slot's record learn why they will not get it; the slot is theirs no
+// more.
 void ExpertStore::fail_leases_locked(int32_t slot, const std::string& error) {
   for (Lease* lease : leases_) {
     for (Lease::Item& item : lease->items_) {
@@ -521,8 +527,8 @@ void ExpertStore::warm(std::span<const std::pair<int32_t, int32_t>> records) {
   pump_advice_locked();
 }
 
-// Keeps a few advised reads with the readers: enough to keep the drive busy, few enough that slots are
-// not bound to advice when a demand comes.
+// Keeps a few advised reads with the readers: enough to keep the drive busy, few enough that slots
+// are not bound to advice when a demand comes.
 void ExpertStore::pump_advice_locked() {
   const size_t limit = at(options_.num_readers) * 2;
   while (advised_.size() < limit && !(prefetch_.empty() && warm_.empty())) {
@@ -581,8 +587,8 @@ Stats ExpertStore::stats() const {
   snapshot.read_ns = readers.read_ns;
   snapshot.drive_busy_ns = readers.busy_ns;
   snapshot.reads_in_flight_max = readers.in_flight_max;
-  snapshot.is_direct = std::all_of(files_.begin(), files_.end(),
-                                   [](const auto& file) { return file->is_direct(); });
+  snapshot.is_direct =
+      std::all_of(files_.begin(), files_.end(), [](const auto& file) { return file->is_direct(); });
   return snapshot;
 }
 
@@ -628,7 +634,8 @@ std::string ExpertStore::debug_check() const {
     if (slot >= 0 && slots_[at(slot)].record != static_cast<int32_t>(record)) {
       return "record " + std::to_string(record) + " points to a slot that holds another";
     }
-    if (slot < 0 && policy_.contains(static_cast<int32_t>(record))) return "a candidate has no slot";
+    if (slot < 0 && policy_.contains(static_cast<int32_t>(record)))
+      return "a candidate has no slot";
   }
   if (!policy_.is_consistent()) return "the eviction heap is out of order";
   if (stats_.hits + stats_.misses != stats_.requests) return "hits + misses != requests";

@@ -1,14 +1,14 @@
 // The one owner of every expert byte: a pool of slots over all layers, filled from the drive as the
 // router asks. It decides what to read, where to put it and what to give up; it computes nothing.
 //
-// One mutex guards the books; reader threads take it only to report a finished record. Lock order: the
-// store's mutex, then the read pool's. A slot belongs to the store, never to a lease: a lease that ends
-// early unpins its slots, and a read still in flight completes into the cache.
+// One mutex guards the books; reader threads take it only to report a finished record. Lock order:
+// the store's mutex, then the read pool's. A slot belongs to the store, never to a lease: a lease
+// that ends early unpins its slots, and a read still in flight completes into the cache.
 //
-// What later work attaches, and where: lookahead is one more caller of prefetch() and reads its worth
-// from the stats; several drives give a record several RecordPart lists and the store several ReadPools,
-// chosen in start_load_locked; tuning sets Options; a trace is written in acquire(), where every routed
-// id passes, and replayed through Policy alone.
+// What later work attaches, and where: lookahead is one more caller of prefetch() and reads its
+// worth from the stats; several drives give a record several RecordPart lists and the store several
+// ReadPools, chosen in start_load_locked; tuning sets Options; a trace is written in acquire(),
+// where every routed id passes, and replayed through Policy alone.
 #pragma once
 
 #include <atomic>
@@ -50,10 +50,10 @@ struct RecordTable {
   std::vector<int32_t> layers;  // the model's layer number of each row of the table
   int32_t num_experts = 0;
   ExpertLayout layout{};
-  int32_t parts_per_record = 1;      // 1 packed, 3 in place
-  std::vector<RecordPart> parts;     // [layers, experts, parts_per_record]
-  std::vector<uint64_t> checksums;   // [layers, experts] of packed records, or empty
-  Repack repack = nullptr;           // set when in place
+  int32_t parts_per_record = 1;     // 1 packed, 3 in place
+  std::vector<RecordPart> parts;    // [layers, experts, parts_per_record]
+  std::vector<uint64_t> checksums;  // [layers, experts] of packed records, or empty
+  Repack repack = nullptr;          // set when in place
 };
 
 struct Options {
@@ -68,7 +68,7 @@ struct Options {
 struct Stats {
   // One request is one distinct expert of one acquire; hits + misses == requests.
   int64_t requests = 0;
-  int64_t hits = 0;    // in a slot or already on the way
+  int64_t hits = 0;  // in a slot or already on the way
   int64_t misses = 0;
   int64_t joined = 0;         // hits whose read had not finished
   int64_t prefetch_hits = 0;  // hits whose bytes were read by advice, counted at the first use
@@ -78,12 +78,12 @@ struct Stats {
   int64_t reread_bytes = 0;    // part of the two above: records that had been read before
   int64_t failed_reads = 0;    // records; their bytes count nowhere
   int64_t cancelled = 0;       // requests withdrawn because their lease ended before the read began
-  int64_t stolen = 0;          // records a lease lost before it used them, so that another could go on
-  int64_t stall_ns = 0;        // time next_ready waited
-  int64_t read_ns = 0;         // summed over reads
-  int64_t drive_busy_ns = 0;   // wall time with at least one read in flight
+  int64_t stolen = 0;    // records a lease lost before it used them, so that another could go on
+  int64_t stall_ns = 0;  // time next_ready waited
+  int64_t read_ns = 0;   // summed over reads
+  int64_t drive_busy_ns = 0;  // wall time with at least one read in flight
   int32_t reads_in_flight_max = 0;
-  bool is_direct = true;       // false once any file fell back to buffered reads
+  bool is_direct = true;  // false once any file fell back to buffered reads
 };
 
 class ExpertStore;
@@ -102,12 +102,18 @@ class Lease final : public RecordFeed {
   const std::byte* data(int32_t index) const override;
   void done(int32_t index) override;
 
-  // Gives every slot back, whatever its state; never waits. Reads that have not begun are withdrawn.
+  // Gives every slot back, whatever its state; never waits. Reads that have not begun are
+  // withdrawn.
   void release();
 
  private:
   friend class ExpertStore;
-  enum class State : uint8_t { Waiting, Held, Out, Done };  // no slot; pinned; handed out; given back
+  enum class State : uint8_t {
+    Waiting,
+    Held,
+    Out,
+    Done
+  };  // no slot; pinned; handed out; given back
   struct Item {
     int32_t record;
     int32_t slot = -1;
@@ -129,13 +135,15 @@ class Lease final : public RecordFeed {
 
 class ExpertStore : public std::enable_shared_from_this<ExpertStore> {
  public:
-  // Opens the files; throws Error(Checkpoint) for a missing one, Error(Config) for senseless options.
+  // Opens the files; throws Error(Checkpoint) for a missing one, Error(Config) for senseless
+  // options.
   static std::shared_ptr<ExpertStore> open(RecordTable table, const Options& options);
   ~ExpertStore();
   ExpertStore(const ExpertStore&) = delete;
   ExpertStore& operator=(const ExpertStore&) = delete;
 
-  // ids: experts of `num_tokens` tokens, in any order, repeats welcome. Queues the misses and returns.
+  // ids: experts of `num_tokens` tokens, in any order, repeats welcome. Queues the misses and
+  // returns.
   std::unique_ptr<Lease> acquire(int32_t layer, std::span<const int32_t> ids, int32_t num_tokens);
   // Advice: read at low priority what is missing, unless it would push out something hotter. Stale
   // advice for a layer is dropped when that layer is acquired.
@@ -143,21 +151,22 @@ class ExpertStore : public std::enable_shared_from_this<ExpertStore> {
   // Fills free slots, most wanted first, at low priority; never evicts. (layer, expert) pairs.
   void warm(std::span<const std::pair<int32_t, int32_t>> records);
 
-  // Routed tokens per record, [layers, experts]: decayed, as the policy sees them; and plainly counted.
+  // Routed tokens per record, [layers, experts]: decayed, as the policy sees them; and plainly
+  // counted.
   std::vector<double> frequencies() const;
   void set_frequencies(std::span<const double> frequencies);
   std::vector<int64_t> routed_counts() const;
   int64_t num_routed_tokens() const;
 
-  // Changes the number of slots, at most the number opened with. Shrinking evicts unpinned records and
-  // returns their memory to the system. Returns the number reached: pinned slots stay.
+  // Changes the number of slots, at most the number opened with. Shrinking evicts unpinned records
+  // and returns their memory to the system. Returns the number reached: pinned slots stay.
   int32_t resize(int32_t num_slots);
   int32_t num_slots() const;
   Stats stats() const;
   const RecordTable& table() const { return table_; }
 
-  // Withdraws what is queued, waits for the reads in flight, ends the readers. Leases still alive keep
-  // the bytes they were handed; their next_ready throws.
+  // Withdraws what is queued, waits for the reads in flight, ends the readers. Leases still alive
+  // keep the bytes they were handed; their next_ready throws.
   void close();
   // What is wrong with the books; empty if nothing. For tests.
   std::string debug_check() const;
@@ -217,18 +226,18 @@ class ExpertStore : public std::enable_shared_from_this<ExpertStore> {
   mutable std::mutex mutex_;
   std::condition_variable changed_;  // a record finished, or a slot came free
   std::vector<Slot> slots_;
-  std::vector<int32_t> slot_of_;     // by record, -1 if it has none
-  std::vector<int32_t> free_;        // slots, last one taken first
+  std::vector<int32_t> slot_of_;  // by record, -1 if it has none
+  std::vector<int32_t> free_;     // slots, last one taken first
   std::vector<int32_t> retired_;
-  std::vector<int32_t> advised_;     // slots being loaded by advice
-  std::deque<int32_t> prefetch_;     // advised records not started yet
+  std::vector<int32_t> advised_;  // slots being loaded by advice
+  std::deque<int32_t> prefetch_;  // advised records not started yet
   std::deque<int32_t> warm_;
   std::vector<Lease*> leases_;
   Policy policy_;
   std::vector<int64_t> routed_counts_;
   std::vector<bool> was_read_;
-  std::vector<int32_t> scratch_;     // tokens per expert in acquire
-  int64_t num_routed_tokens_ = 0;    // of finished steps
+  std::vector<int32_t> scratch_;   // tokens per expert in acquire
+  int64_t num_routed_tokens_ = 0;  // of finished steps
   int32_t step_tokens_ = 0;
   int32_t last_row_ = -1;
   bool is_closed_ = false;    // nothing is ordered any more

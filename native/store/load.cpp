@@ -37,8 +37,8 @@ int32_t blocks_of(const ExpertMatrix& matrix, int64_t block_bytes) {
   return (matrix.rows + step - 1) / step;
 }
 
-// Length of each block but the last of a packed record: equal shares, so that no reader is left with a
-// short end while another still reads a full block.
+// Length of each block but the last of a packed record: equal shares, so that no reader is left
+// with a short end while another still reads a full block.
 int64_t packed_block_bytes(int64_t length, int64_t block_bytes) {
   const int64_t count = (length + block_bytes - 1) / block_bytes;
   return io::align_up((length + count - 1) / count);
@@ -60,7 +60,8 @@ void check_table(const RecordTable& table) {
          std::to_string(table.parts_per_record));
   }
   if (table.parts.size() != num_records * at(table.parts_per_record)) fail("ranges are missing");
-  if (!table.checksums.empty() && table.checksums.size() != num_records) fail("checksums are missing");
+  if (!table.checksums.empty() && table.checksums.size() != num_records)
+    fail("checksums are missing");
   if (record_bytes <= 0 || record_bytes % io::kAlignment != 0) {
     fail("record size " + std::to_string(record_bytes) + " is not a multiple of 4096");
   }
@@ -78,10 +79,10 @@ void check_table(const RecordTable& table) {
   }
   for (size_t i = 0; i < table.parts.size(); ++i) {
     const RecordPart& part = table.parts[i];
-    const int64_t expected =
-        is_in_place ? matrix(table.layout, static_cast<int32_t>(i % 3)).rows *
-                          row_bytes(matrix(table.layout, static_cast<int32_t>(i % 3)))
-                    : record_bytes;
+    const int64_t expected = is_in_place
+                                 ? matrix(table.layout, static_cast<int32_t>(i % 3)).rows *
+                                       row_bytes(matrix(table.layout, static_cast<int32_t>(i % 3)))
+                                 : record_bytes;
     if (part.file < 0 || at(part.file) >= table.files.size() || part.offset < 0 ||
         part.length != expected) {
       fail("range " + std::to_string(i) + " has " + std::to_string(part.length) +
@@ -103,7 +104,8 @@ ExpertStore::Load::Load(ExpertStore& store, int32_t record, int32_t slot, io::Pr
     const int64_t step = packed_block_bytes(layout.record_bytes, block_bytes);
     num_blocks_ = static_cast<int32_t>((layout.record_bytes + step - 1) / step);
   } else {
-    for (int32_t part = 0; part < 3; ++part) num_blocks_ += blocks_of(matrix(layout, part), block_bytes);
+    for (int32_t part = 0; part < 3; ++part)
+      num_blocks_ += blocks_of(matrix(layout, part), block_bytes);
   }
 }
 
@@ -141,7 +143,8 @@ void ExpertStore::Load::consume(int32_t index, std::byte* bytes) {
   const ExpertMatrix& one = matrix(store_.table_.layout, run.part);
   const int64_t size = element_bytes(one.format);
   const int64_t misfit = static_cast<int64_t>(reinterpret_cast<uintptr_t>(bytes) % at(size));
-  if (misfit != 0) {  // a file may place a tensor at an odd offset; the bytes before it are not needed
+  if (misfit !=
+      0) {  // a file may place a tensor at an odd offset; the bytes before it are not needed
     std::memmove(bytes - misfit, bytes, at(run.count * row_bytes(one)));
     bytes -= misfit;
   }
@@ -149,7 +152,8 @@ void ExpertStore::Load::consume(int32_t index, std::byte* bytes) {
                        store_.slot_data(slot_) + one.offset + run.first * row_bytes(one));
 }
 
-void ExpertStore::Load::finished(const std::optional<io::ReadFailure>& failure, int64_t bytes_read) {
+void ExpertStore::Load::finished(const std::optional<io::ReadFailure>& failure,
+                                 int64_t bytes_read) {
   store_.loaded(*this, failure ? read_error(*failure) : checksum_error(), bytes_read);
 }
 

@@ -1,5 +1,5 @@
-// One record on its way from the drive into its slot: the blocks to read, the repacking of row-major
-// matrices, the checksum, and the words for what went wrong.
+// One record on its way from the drive into its slot: the blocks to read, the repacking of
+// row-major matrices, the checksum, and the words for what went wrong.
 #pragma once
 
 #include <optional>

@@ -66,7 +66,8 @@ void Policy::set_frequencies(std::span<const double> frequencies) {
 }
 
 bool Policy::precedes(int32_t left, int32_t right) const {
-  if (score_[index(left)] != score_[index(right)]) return score_[index(left)] < score_[index(right)];
+  if (score_[index(left)] != score_[index(right)])
+    return score_[index(left)] < score_[index(right)];
   if (last_use_[index(left)] != last_use_[index(right)]) {
     return last_use_[index(left)] < last_use_[index(right)];
   }

@@ -1,10 +1,10 @@
 // Which record to give up. Pure: routed records in, victims out; no clock, no bytes, no slots. The
 // replayer of recorded traces drives this same class.
 //
-// A record's score is its routed tokens, decayed with a half-life counted in tokens. Equal scores fall
-// back to the least recently used. Instead of decaying every score at every token, new counts are
-// inflated by 2^(now / half-life): the order is the same and only a routed record's key ever changes, so
-// every operation is at most logarithmic in the number of candidates.
+// A record's score is its routed tokens, decayed with a half-life counted in tokens. Equal scores
+// fall back to the least recently used. Instead of decaying every score at every token, new counts
+// are inflated by 2^(now / half-life): the order is the same and only a routed record's key ever
+// changes, so every operation is at most logarithmic in the number of candidates.
 #pragma once
 
 #include <cstdint>
@@ -46,12 +46,12 @@ class Policy {
   void rebase();
 
   double half_life_tokens_;
-  double now_half_lives_ = 0.0;     // since the last rebase
-  int64_t tick_ = 0;                // orders uses
-  std::vector<double> score_;       // inflated to the last rebase's time
+  double now_half_lives_ = 0.0;  // since the last rebase
+  int64_t tick_ = 0;             // orders uses
+  std::vector<double> score_;    // inflated to the last rebase's time
   std::vector<int64_t> last_use_;
-  std::vector<int32_t> heap_;       // records, least worthy first
-  std::vector<int32_t> position_;   // of a record in heap_, -1 outside
+  std::vector<int32_t> heap_;      // records, least worthy first
+  std::vector<int32_t> position_;  // of a record in heap_, -1 outside
 };
 
 }  // namespace headrace::store

@@ -20,8 +20,8 @@ namespace headrace::test {
 inline void check(bool is_good, std::string_view what = "check",
                   std::source_location where = std::source_location::current()) {
   if (is_good) return;
-  std::fprintf(stderr, "%s:%u: failed: %.*s\n", where.file_name(), static_cast<unsigned>(where.line()),
-               static_cast<int>(what.size()), what.data());
+  std::fprintf(stderr, "%s:%u: failed: %.*s\n", where.file_name(),
+               static_cast<unsigned>(where.line()), static_cast<int>(what.size()), what.data());
   std::abort();
 }
 
@@ -59,7 +59,8 @@ class TemporaryFolder {
   std::string write(const std::string& name, std::span<const std::byte> bytes) const {
     const std::filesystem::path path = path_ / name;
     std::ofstream(path, std::ios::binary)
-        .write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
+        .write(reinterpret_cast<const char*>(bytes.data()),
+               static_cast<std::streamsize>(bytes.size()));
     return path.string();
   }
 

@@ -73,9 +73,17 @@ void test_ranges() {
     check(file.size_bytes() == size);
     io::PageBuffer memory(size + io::kAlignment);
     for (const int64_t block_bytes : {4096, 65536, 1 << 20}) {
-      for (const auto& [offset, length] : std::vector<std::pair<int64_t, int64_t>>{
-               {0, size}, {0, 4096}, {4096, 8192}, {1, 1}, {4095, 2}, {777, 100'000},
-               {size - 1, 1}, {size - 5000, 5000}, {8192, size - 8192}, {100, 0}}) {
+      for (const auto& [offset, length] :
+           std::vector<std::pair<int64_t, int64_t>>{{0, size},
+                                                    {0, 4096},
+                                                    {4096, 8192},
+                                                    {1, 1},
+                                                    {4095, 2},
+                                                    {777, 100'000},
+                                                    {size - 1, 1},
+                                                    {size - 5000, 5000},
+                                                    {8192, size - 8192},
+                                                    {100, 0}}) {
         for (const int64_t skew : {0, 1, 512}) {
           std::byte* dest = memory.data() + skew;
           std::fill_n(dest, length, std::byte{0xEE});
@@ -172,7 +180,8 @@ class LoggedJob : public io::ReadJob {
   }
   void finished(const std::optional<io::ReadFailure>& failure, int64_t) override {
     const std::scoped_lock lock(mutex_);
-    log_.push_back(name_ + (failure ? failure->error == io::kStopped ? " stopped" : " failed" : " done"));
+    log_.push_back(name_ +
+                   (failure ? failure->error == io::kStopped ? " stopped" : " failed" : " done"));
   }
 
  private:
@@ -185,19 +194,21 @@ class LoggedJob : public io::ReadJob {
 
 void test_priorities_raise_cancel_and_stop() {
   const test::TemporaryFolder folder;
-  io::File file(folder.write("data.bin", test::random_bytes(40'960, 3)), true, ErrorKind::Checkpoint);
+  io::File file(folder.write("data.bin", test::random_bytes(40'960, 3)), true,
+                ErrorKind::Checkpoint);
   std::vector<std::string> log;
   std::mutex mutex;
   const auto make = [&](int32_t blocks, const char* name) {
     return std::make_shared<LoggedJob>(file, blocks, name, log, mutex);
   };
-  fault::inject({fault::Kind::Delay, 0, 1, "", -1});  // holds the one reader while the rest is queued
+  fault::inject(
+      {fault::Kind::Delay, 0, 1, "", -1});  // holds the one reader while the rest is queued
   io::ReadPool pool(1);
   const auto first = make(1, "first");
   pool.submit(first, io::Priority::Advice);
   while (fault::num_fired() == 0) std::this_thread::yield();
-  const auto advice = make(2, "advice"), raised = make(2, "raised"), cancelled = make(2, "cancelled"),
-             demand = make(2, "demand");
+  const auto advice = make(2, "advice"), raised = make(2, "raised"),
+             cancelled = make(2, "cancelled"), demand = make(2, "demand");
   pool.submit(advice, io::Priority::Advice);
   pool.submit(raised, io::Priority::Advice);
   pool.submit(cancelled, io::Priority::Advice);
@@ -210,8 +221,8 @@ void test_priorities_raise_cancel_and_stop() {
     return log.size();
   };
   while (size() < 11) std::this_thread::yield();
-  const std::vector<std::string> expected{"first",       "first done", "demand", "demand",
-                                          "demand done", "raised",     "raised", "raised done",
+  const std::vector<std::string> expected{"first",       "first done", "demand",     "demand",
+                                          "demand done", "raised",     "raised",     "raised done",
                                           "advice",      "advice",     "advice done"};
   check(log == expected, "order of priorities");
   log.clear();

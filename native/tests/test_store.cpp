@@ -23,7 +23,9 @@ void test_policy_against_a_plain_rule() {
   constexpr int32_t kRecords = 40;
   constexpr double kHalfLife = 8.0;
   std::mt19937 random(5);
-  const auto pick = [&](int32_t limit) { return static_cast<int32_t>(random() % static_cast<uint32_t>(limit)); };
+  const auto pick = [&](int32_t limit) {
+    return static_cast<int32_t>(random() % static_cast<uint32_t>(limit));
+  };
   store::Policy policy(kRecords, kHalfLife);
   std::vector<double> score(kRecords, 0.0);
   std::vector<int64_t> last_use(kRecords, 0);
@@ -46,15 +48,18 @@ void test_policy_against_a_plain_rule() {
         break;
       }
       default:
-        if (is_candidate[static_cast<size_t>(record)]) policy.remove(record);
-        else policy.insert(record);
+        if (is_candidate[static_cast<size_t>(record)])
+          policy.remove(record);
+        else
+          policy.insert(record);
         is_candidate[static_cast<size_t>(record)].flip();
     }
     const int32_t victim = policy.victim();
     int32_t coldest = -1;
     for (int32_t other = 0; other < kRecords; ++other) {
       if (!is_candidate[static_cast<size_t>(other)]) continue;
-      if (coldest < 0 || score[static_cast<size_t>(other)] < score[static_cast<size_t>(coldest)]) coldest = other;
+      if (coldest < 0 || score[static_cast<size_t>(other)] < score[static_cast<size_t>(coldest)])
+        coldest = other;
     }
     check((victim < 0) == (coldest < 0));
     if (victim < 0) continue;
@@ -206,8 +211,8 @@ void stress(bool has_faults) {
           const auto first = store->acquire(layer, ids, 1);
           const bool has_second = pick(3) == 0;
           const auto second = has_second ? store->acquire(layer, ids, 1) : nullptr;
-          // A thread that keeps handed-out records and waits for others may wait for itself, so only
-          // the last lease is left early.
+          // A thread that keeps handed-out records and waits for others may wait for itself, so
+          // only the last lease is left early.
           const int32_t most = pick(4) == 0 ? pick(4) : kExperts;
           num_complete += consume(fixture, *first, row, has_second ? kExperts : most) ? 1 : 0;
           if (second) consume(fixture, *second, row, most);
@@ -262,17 +267,25 @@ void test_close_during_reads() {
 
 // In place: three row-major matrices at odd places of two files.
 
-void plain_interleave(const std::byte* source, Format dtype, int32_t rows, int32_t cols, std::byte* dest) {
+void plain_interleave(const std::byte* source, Format dtype, int32_t rows, int32_t cols,
+                      std::byte* dest) {
   const size_t size = dtype == Format::F32 ? 4 : 2;
   const int32_t padded = (rows + 15) / 16 * 16;
   for (int32_t row = 0; row < padded; ++row) {
     for (int32_t col = 0; col < cols; ++col) {
-      const size_t to = ((static_cast<size_t>(row / 16) * static_cast<size_t>(cols) + static_cast<size_t>(col)) * 16 +
-                         static_cast<size_t>(row % 16)) * size;
+      const size_t to =
+          ((static_cast<size_t>(row / 16) * static_cast<size_t>(cols) + static_cast<size_t>(col)) *
+               16 +
+           static_cast<size_t>(row % 16)) *
+          size;
       if (row >= rows) {
         std::memset(dest + to, 0, size);
       } else {
-        std::memcpy(dest + to, source + (static_cast<size_t>(row) * static_cast<size_t>(cols) + static_cast<size_t>(col)) * size, size);
+        std::memcpy(dest + to,
+                    source + (static_cast<size_t>(row) * static_cast<size_t>(cols) +
+                              static_cast<size_t>(col)) *
+                                 size,
+                    size);
       }
     }
   }
@@ -310,14 +323,16 @@ void test_records_in_place() {
       while (const int32_t count = lease->next_ready(ready)) {
         for (int32_t i = 0; i < count; ++i, ++seen) {
           std::vector<std::byte> expected(static_cast<size_t>(2 * kUpBytes + kDownBytes));
-          const ExpertMatrix* matrices[] = {&table.layout.gate, &table.layout.up, &table.layout.down};
+          const ExpertMatrix* matrices[] = {&table.layout.gate, &table.layout.up,
+                                            &table.layout.down};
           for (int32_t part = 0; part < 3; ++part) {
             const ExpertMatrix& one = *matrices[part];
             const store::RecordPart& place = table.parts[static_cast<size_t>(ready[i] * 3 + part)];
             plain_interleave(bytes.data() + place.offset, one.format, one.rows, one.cols,
                              expected.data() + one.offset);
           }
-          check(std::memcmp(lease->data(ready[i]), expected.data(), expected.size()) == 0, "in place");
+          check(std::memcmp(lease->data(ready[i]), expected.data(), expected.size()) == 0,
+                "in place");
           lease->done(ready[i]);
         }
       }

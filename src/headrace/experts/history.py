@@ -18,11 +18,11 @@ import numpy.typing as npt
 import platformdirs
 
 from headrace.arrays import Int64
+from headrace.config import HISTORY_MODES
 from headrace.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-HISTORY_MODES = ("read", "write", "off")
 FILE_NAME = "headrace-history.json"
 FORMAT = "headrace history"
 FORMAT_VERSION = 1

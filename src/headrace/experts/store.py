@@ -8,7 +8,7 @@ module translates the checkpoint's record table, and reports.
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,40 +17,13 @@ from headrace import _core
 from headrace._core import Lease
 from headrace.arrays import Int32, Int64
 from headrace.checkpoint.records import MatrixLayout, RecordTable
+from headrace.config import ExpertConfig
 from headrace.experts.history import History
 
-__all__ = ["ExpertStore", "Lease", "ReaderConfig", "StoreStats"]
+__all__ = ["ExpertStore", "Lease", "StoreStats"]
 
 FLOOR_SLOTS = 2
 """Fewest slots a store works with; a plan asks for more, so that it works well."""
-
-
-class ReaderConfig(Protocol):
-    """How records are read. `config.ExpertConfig` has these fields; their defaults stand there."""
-
-    @property
-    def readers(self) -> int:
-        """Threads that read."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Largest single read; longer records are cut into several."""
-
-    @property
-    def direct(self) -> bool:
-        """Read past the page cache where the filesystem allows it."""
-
-    @property
-    def read_ahead(self) -> int:
-        """Misses of one lease that may be loading, or ready and not yet used."""
-
-    @property
-    def half_life_tokens(self) -> int:
-        """Tokens after which a routed count weighs half in the choice of victims."""
-
-    @property
-    def verify(self) -> bool:
-        """Check each record's checksum after a read, if the table has one."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +94,7 @@ class ExpertStore:
         table: RecordTable,
         *,
         num_slots: int,
-        readers: ReaderConfig,
+        readers: ExpertConfig,
         history: History | None = None,
     ) -> None:
         """Open the files and reserve the slots; memory becomes resident only as slots are filled.
