@@ -117,6 +117,7 @@ def test_seed_and_stop_reach_the_sampler(cli: Any, tiny: Path) -> None:
     [
         ["run", "x", "--temprature", "1"],
         ["run", "x", "--memory", "lots"],
+        ["run", "x", "--sequences", "2"],
         ["run", "x", "--context", "many"],
         ["run", "a", "b", "c"],
         ["plan"],

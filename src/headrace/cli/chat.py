@@ -34,7 +34,7 @@ Ctrl-C ends an answer."""
 QUOTES = '"""'
 
 
-@takes(EngineConfig, SamplingParams)
+@takes(EngineConfig, SamplingParams, without=("sequences",))
 def command(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="a checkpoint directory or `demo`")

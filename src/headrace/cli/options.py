@@ -21,6 +21,7 @@ from headrace.config import (
     parse_memory,
 )
 from headrace.errors import ConfigError
+from headrace.metrics import format_bytes
 
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
@@ -32,12 +33,13 @@ _PANELS = {
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def takes(*configs: type) -> Callable[[_F], _F]:
+def takes(*configs: type, without: tuple[str, ...] = ()) -> Callable[[_F], _F]:
     """Give a command the options of these configs.
 
     Args:
         configs: EngineConfig (with ExpertConfig's fields), SamplingParams, or both; they arrive
             as the keyword arguments `engine` and `sampling`.
+        without: fields that mean nothing to this command and keep their default.
     """
 
     def decorate(command: _F) -> _F:
@@ -46,7 +48,7 @@ def takes(*configs: type) -> Callable[[_F], _F]:
             for p in inspect.signature(command, eval_str=True).parameters.values()
             if p.name not in ("engine", "sampling")
         ]
-        made = [parameter for config in configs for parameter in _parameters(config)]
+        made = [p for config in configs for p in _parameters(config) if p.name not in without]
 
         @functools.wraps(command)
         def run(**values: Any) -> Any:
@@ -93,6 +95,8 @@ def _annotation(config: type, item: Field[Any], kind: Any) -> Any:
     if item.metadata.get("unit") == "bytes":
         parse = parse_memory if item.default == "auto" else parse_bytes
         extra |= {"parser": functools.partial(_parsed, parse), "metavar": "SIZE"}
+        if isinstance(item.default, int):
+            extra["show_default"] = format_bytes(item.default)
         kind = Any
     elif item.default == "auto" and kind is not str:
         extra |= {"parser": _count_or_auto, "metavar": "INTEGER"}

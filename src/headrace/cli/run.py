@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 DEFAULT_PROMPT = "Once upon a time"
 
 
-@takes(EngineConfig, SamplingParams)
+@takes(EngineConfig, SamplingParams, without=("sequences",))
 def command(
     model: Annotated[
         str | None,
