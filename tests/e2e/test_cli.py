@@ -396,3 +396,39 @@ def test_synth_makes_a_model_that_runs(
     ]:
         failed = cli("synth", *arguments)
         assert failed.status == 1 and message in failed.err, failed.err
+
+
+def test_the_ceiling_holds_and_changes_no_token(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace.synth import SHAPES
+
+    shape = replace(
+        SHAPES["qwen3-30b-a3b"], hidden_size=512, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=64, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=512,
+        vocab_size=2048,
+    )  # fmt: skip
+    monkeypatch.setitem(SHAPES, "mid", shape)
+    model = tmp_path / "mid"
+    assert cli("synth", "mid", model, "--layers", 6).status == 0
+    plan = json.loads(cli("plan", model, "--memory", "1GiB", "--context", 256, "--json").out)
+    ceiling = plan["floor_bytes"] + (24 << 20)
+    assert plan["num_records"] * plan["record_bytes"] > 64 << 20  # the experts do not fit
+    prompt = " ".join(str(i) for i in range(40))
+
+    def run(memory: int) -> Any:
+        command = [sys.executable, "-c", "from headrace.cli import main; main()", "run", str(model)]
+        options = ["--raw", "--history", "off", "--context", "256", "--memory", str(memory)]
+        options += ["-n", "32", "--temperature", "0", "--ignore-eos", "--json"]
+        done = subprocess.run([*command, prompt, *options], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    tight, roomy = run(ceiling), run(1 << 30)
+    receipt = tight["receipt"]
+    assert receipt["peak_memory_bytes"] <= ceiling
+    assert 0 < receipt["num_slots"] < plan["num_records"] // 2
+    assert receipt["bytes_read"] == receipt["expert_misses"] * receipt["record_bytes"]
+    assert receipt["expert_misses"] > roomy["receipt"]["expert_misses"]
+    assert roomy["receipt"]["num_slots"] == plan["num_records"]
+    assert tight["ids"] == roomy["ids"]
