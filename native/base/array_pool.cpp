@@ -13,7 +13,8 @@ constexpr std::align_val_t kAlignment{64};
 // Four sizes per power of two: at most a fifth is lost, and near sizes share buffers.
 int64_t ArrayPool::rounded(int64_t num_bytes) {
   if (num_bytes <= 256) return 256;
-  const int64_t step = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(num_bytes - 1))) / 4;
+  const int64_t step =
+      static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(num_bytes - 1))) / 4;
   return (num_bytes + step - 1) / step * step;
 }
 

@@ -1,5 +1,5 @@
-// Free lists of 64-aligned buffers for the results of ops: after the first steps an op finds a buffer
-// whose pages were touched before, instead of asking the system for zeroed ones each time.
+// Free lists of 64-aligned buffers for the results of ops: after the first steps an op finds a
+// buffer whose pages were touched before, instead of asking the system for zeroed ones each time.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// What a kernel sees of the experts it was promised: records that become ready one by one. The expert
-// store implements it; kernels never learn where the bytes came from.
+// What a kernel sees of the experts it was promised: records that become ready one by one. The
+// expert store implements it; kernels never learn where the bytes came from.
 #pragma once
 
 #include <cstddef>
@@ -32,8 +32,8 @@ class RecordFeed {
   virtual std::span<const int32_t> expert_ids() const = 0;
   virtual const ExpertLayout& layout() const = 0;
 
-  // Blocks until at least one record that was not handed out yet is ready, and writes the indices of
-  // all such records that fit `out`. Returns their number, 0 once every record was handed out.
+  // Blocks until at least one record that was not handed out yet is ready, and writes the indices
+  // of all such records that fit `out`. Returns their number, 0 once every record was handed out.
   // Throws Error(ErrorKind::ExpertRead) when a record cannot be had.
   virtual int32_t next_ready(std::span<int32_t> out) = 0;
 

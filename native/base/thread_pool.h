@@ -28,8 +28,9 @@ class ThreadPool {
   template <class Task>
   void run(int64_t num_tasks, Task&& task) {
     using Plain = std::remove_reference_t<Task>;
-    run_erased(num_tasks, [](void* context, int64_t i) { (*static_cast<Plain*>(context))(i); },
-               const_cast<std::remove_const_t<Plain>*>(&task));
+    run_erased(
+        num_tasks, [](void* context, int64_t i) { (*static_cast<Plain*>(context))(i); },
+        const_cast<std::remove_const_t<Plain>*>(&task));
   }
 
   // Splits [0, count) into ranges of at least `grain` and runs task(begin, end) on each.
@@ -51,8 +52,9 @@ class ThreadPool {
   bool run_one_task();
   void work();
 
-  // generation:24 | number of tasks:20 | next task:20. One word, so that a worker which slept through
-  // a whole job cannot take a task of the next one with the old one's function: its exchange fails.
+  // generation:24 | number of tasks:20 | next task:20. One word, so that a worker which slept
+  // through a whole job cannot take a task of the next one with the old one's function: its
+  // exchange fails.
   std::atomic<uint64_t> ticket_{0};
   std::atomic<int64_t> unfinished_{0};
   Function function_ = nullptr;  // stable while any task of the job is unfinished

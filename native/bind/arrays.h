@@ -54,8 +54,8 @@ bool is_contiguous(const Array& array) {
 
 [[noreturn]] inline void throw_array(const char* op, const char* name, const std::string& expected,
                                      const std::string& got) {
-  throw Error(ErrorKind::Shape, std::string(op) + ": array `" + name + "`\nexpected " + expected +
-                                    ", got " + got);
+  throw Error(ErrorKind::Shape,
+              std::string(op) + ": array `" + name + "`\nexpected " + expected + ", got " + got);
 }
 
 // Checks dtype, rank, sizes (kAnySize passes) and C order; returns the elements.
@@ -85,8 +85,8 @@ auto checked(const Array& array, const char* op, const char* name,
 // A size that the kernels count in 32 bits.
 inline int32_t narrow(int64_t value, const char* op, const char* what) {
   if (value < 0 || value > INT32_MAX) {
-    throw Error(ErrorKind::Shape, std::string(op) + ": " + what + " out of range: " +
-                                      std::to_string(value));
+    throw Error(ErrorKind::Shape,
+                std::string(op) + ": " + what + " out of range: " + std::to_string(value));
   }
   return static_cast<int32_t>(value);
 }

@@ -1,5 +1,5 @@
-// Packed matrices, kernels, KV pool and threads as Python sees them. Checks arguments, drops the GIL,
-// calls.
+// Packed matrices, kernels, KV pool and threads as Python sees them. Checks arguments, drops the
+// GIL, calls.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
@@ -60,8 +60,8 @@ PackedMatrix make_matrix(AnyArray data, const std::string& format_name, int64_t 
   view.cols = narrow(cols, "Matrix", "cols");
   view.group = checked_group(view.format, narrow(group, "Matrix", "group"));
   if (rows < 1 || cols < 1) throw_shape("Matrix: rows and cols must be at least 1");
-  view.data = reinterpret_cast<const std::byte*>(
-      checked<uint8_t>(data, "Matrix", "data", {view.nbytes()}));
+  view.data =
+      reinterpret_cast<const std::byte*>(checked<uint8_t>(data, "Matrix", "data", {view.nbytes()}));
   if (reinterpret_cast<uintptr_t>(view.data) % 64 != 0) {
     throw_array("Matrix", "data", "an address that is a multiple of 64", "another");
   }
@@ -87,7 +87,8 @@ int64_t packed_bytes_of(const std::string& format_name, int64_t rows, int64_t co
 Format weight_dtype(const AnyArray& array, const char* op, const char* name) {
   if (array.dtype() == nb::dtype<float>()) return Format::F32;
   if (array.dtype() == nb::dtype<uint16_t>()) return Format::BF16;
-  if (array.dtype() == nb::dlpack::dtype{static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1}) {
+  if (array.dtype() ==
+      nb::dlpack::dtype{static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1}) {
     return Format::F16;
   }
   throw_array(op, name, "dtype float32, float16, or uint16 holding bfloat16", "another dtype");
@@ -129,12 +130,13 @@ NumpyArray<uint8_t> pack_weights(const AnyArray& w, const std::string& format_na
 
 void bind_matrices(nb::module_& m) {
   nb::class_<PackedMatrix>(m, "Matrix")
-      .def("__init__",
-           [](PackedMatrix* self, AnyArray data, const std::string& format, int64_t rows,
-              int64_t cols, int64_t group) {
-             new (self) PackedMatrix(make_matrix(std::move(data), format, rows, cols, group));
-           },
-           "data"_a, "format"_a, "rows"_a, "cols"_a, "group"_a = 1)
+      .def(
+          "__init__",
+          [](PackedMatrix* self, AnyArray data, const std::string& format, int64_t rows,
+             int64_t cols, int64_t group) {
+            new (self) PackedMatrix(make_matrix(std::move(data), format, rows, cols, group));
+          },
+          "data"_a, "format"_a, "rows"_a, "cols"_a, "group"_a = 1)
       .def_prop_ro("data",
                    [](nb::handle self) {
                      const auto& matrix = nb::cast<const PackedMatrix&>(self);
@@ -192,7 +194,8 @@ NumpyArray<float> embedding_rows(const AnyArray& ids, const AnyArray& table) {
     nb::gil_scoped_release release;
     const KernelTable& table_of = kernels();
     for (int64_t t = 0; t < count; ++t) {
-      table_of.widen(rows.dtype, rows.data + id[t] * row_bytes, rows.cols, out.data + t * rows.cols);
+      table_of.widen(rows.dtype, rows.data + id[t] * row_bytes, rows.cols,
+                     out.data + t * rows.cols);
     }
   }
   return out.array();
@@ -219,11 +222,13 @@ NumpyArray<float> rms_norm(const AnyArray& x, const AnyArray& weight, float eps)
   {
     nb::gil_scoped_release release;
     const KernelTable& table = kernels();
-    shared_pool()->run_ranges(rows.count, std::max<int64_t>(1, 16384 / (rows.width + 1)), [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r) {
-        table.rms_norm_row(rows.x + r * rows.width, w, eps, width, out.data + r * rows.width);
-      }
-    });
+    shared_pool()->run_ranges(rows.count, std::max<int64_t>(1, 16384 / (rows.width + 1)),
+                              [&](int64_t begin, int64_t end) {
+                                for (int64_t r = begin; r < end; ++r) {
+                                  table.rms_norm_row(rows.x + r * rows.width, w, eps, width,
+                                                     out.data + r * rows.width);
+                                }
+                              });
   }
   return out.array();
 }
@@ -238,9 +243,10 @@ NumpyArray<float> elementwise(const AnyArray& x, const char* op, F kernel) {
   for (size_t i = 0; i < x.ndim(); ++i) out.shape[i] = x.shape(i);
   {
     nb::gil_scoped_release release;
-    shared_pool()->run_ranges(static_cast<int64_t>(x.size()), 32768, [&](int64_t begin, int64_t end) {
-      kernel(static_cast<const float*>(x.data()), begin, end, out.data);
-    });
+    shared_pool()->run_ranges(static_cast<int64_t>(x.size()), 32768,
+                              [&](int64_t begin, int64_t end) {
+                                kernel(static_cast<const float*>(x.data()), begin, end, out.data);
+                              });
   }
   return out.array();
 }
@@ -248,7 +254,8 @@ NumpyArray<float> elementwise(const AnyArray& x, const char* op, F kernel) {
 NumpyArray<float> add_arrays(const AnyArray& x, const AnyArray& y) {
   bool is_same = x.ndim() == y.ndim() && y.dtype() == nb::dtype<float>() && is_contiguous(y);
   for (size_t i = 0; is_same && i < x.ndim(); ++i) is_same = x.shape(i) == y.shape(i);
-  if (!is_same) throw_array("add", "y", "float32 in C order of shape " + shape_text(x), shape_text(y));
+  if (!is_same)
+    throw_array("add", "y", "float32 in C order of shape " + shape_text(x), shape_text(y));
   const KernelTable& table = kernels();
   const float* second = static_cast<const float*>(y.data());
   return elementwise(x, "add", [&](const float* a, int64_t begin, int64_t end, float* out) {
@@ -293,7 +300,8 @@ nb::tuple linears_op(const AnyArray& x, const std::vector<const PackedMatrix*>& 
   for (const PackedMatrix* w : matrices) {
     check_input("linears", rows, w->view);
     views.push_back(w->view);
-    results.push_back(std::unique_ptr<Result<float>>(new Result<float>({rows.count, w->view.rows})));
+    results.push_back(
+        std::unique_ptr<Result<float>>(new Result<float>({rows.count, w->view.rows})));
     outs.push_back(results.back()->data);
   }
   {
@@ -340,8 +348,8 @@ NumpyArray<float> moe_op(const AnyArray& x, const AnyArray& ids, const AnyArray&
   tokens.num_tokens = narrow(rows.count, "moe_ffn", "tokens");
   tokens.hidden = narrow(rows.width, "moe_ffn", "width");
   const ExpertLayout& layout = feed.layout();
-  check_ffn("moe_ffn", rows, MatrixView::of(layout.gate, nullptr), MatrixView::of(layout.up, nullptr),
-            MatrixView::of(layout.down, nullptr));
+  check_ffn("moe_ffn", rows, MatrixView::of(layout.gate, nullptr),
+            MatrixView::of(layout.up, nullptr), MatrixView::of(layout.down, nullptr));
   if (layout.down.rows != rows.width) throw_shape("moe_ffn: experts do not return the width of x");
   Result<float> out({rows.count, rows.width});
   {
@@ -351,11 +359,13 @@ NumpyArray<float> moe_op(const AnyArray& x, const AnyArray& ids, const AnyArray&
   return out.array();
 }
 
-nb::tuple router_op(const AnyArray& x, const PackedMatrix& weight, int64_t top_k, bool renormalize) {
+nb::tuple router_op(const AnyArray& x, const PackedMatrix& weight, int64_t top_k,
+                    bool renormalize) {
   const Rows rows = rows_of(x, "router_topk", "x");
   check_input("router_topk", rows, weight.view);
   if (weight.view.format != Format::F32) {
-    throw_shape("router_topk: the router must be f32, got " + std::string(format_name(weight.view.format)));
+    throw_shape("router_topk: the router must be f32, got " +
+                std::string(format_name(weight.view.format)));
   }
   const int32_t num_experts = weight.view.rows;
   if (top_k < 1 || top_k > num_experts) {
@@ -388,7 +398,8 @@ nb::tuple rope_angles_op(const AnyArray& positions, const AnyArray& inv_freq, fl
   Result<float> sin({count, half});
   {
     nb::gil_scoped_release release;
-    rope_angles(p, static_cast<int32_t>(count), f, static_cast<int32_t>(half), factor, cos.data, sin.data);
+    rope_angles(p, static_cast<int32_t>(count), f, static_cast<int32_t>(half), factor, cos.data,
+                sin.data);
   }
   return nb::make_tuple(cos.array(), sin.array());
 }
@@ -424,12 +435,10 @@ NumpyArray<float> rope_op(const AnyArray& x, const AnyArray& cos, const AnyArray
 
 KvPool make_kv_pool(int64_t num_layers, int64_t num_pages, int64_t num_kv_heads, int64_t head_dim,
                     int64_t page_tokens, const std::string& dtype) {
-  const KvShape shape{narrow(num_layers, "KVPool", "num_layers"),
-                      narrow(num_pages, "KVPool", "num_pages"),
-                      narrow(num_kv_heads, "KVPool", "num_kv_heads"),
-                      narrow(head_dim, "KVPool", "head_dim"),
-                      narrow(page_tokens, "KVPool", "page_tokens"),
-                      parse_format(dtype)};
+  const KvShape shape{
+      narrow(num_layers, "KVPool", "num_layers"),     narrow(num_pages, "KVPool", "num_pages"),
+      narrow(num_kv_heads, "KVPool", "num_kv_heads"), narrow(head_dim, "KVPool", "head_dim"),
+      narrow(page_tokens, "KVPool", "page_tokens"),   parse_format(dtype)};
   check_kv_shape(shape);
   const auto memory = std::make_shared<io::PageBuffer>(shape.nbytes(), io::PageSize::Small);
   return KvPool(shape, std::shared_ptr<std::byte>(memory, memory->data()));
@@ -475,11 +484,12 @@ void kv_write_op(const KvPool& pool, int64_t layer, const AnyArray& k, const Any
   kv_write(*shared_pool(), pool, static_cast<int32_t>(layer), keys, values, step.rows);
 }
 
-NumpyArray<float> attention_op(const AnyArray& q, const KvPool& pool, int64_t layer, nb::handle rows,
-                               float scale) {
+NumpyArray<float> attention_op(const AnyArray& q, const KvPool& pool, int64_t layer,
+                               nb::handle rows, float scale) {
   const KvShape& s = pool.shape();
   check_layer(pool, layer, "paged_attention");
-  const float* queries = checked<float>(q, "paged_attention", "q", {kAnySize, kAnySize, s.head_dim});
+  const float* queries =
+      checked<float>(q, "paged_attention", "q", {kAnySize, kAnySize, s.head_dim});
   const int64_t count = static_cast<int64_t>(q.shape(0));
   const int32_t heads = narrow(static_cast<int64_t>(q.shape(1)), "paged_attention", "heads");
   if (heads < 1 || heads % s.num_kv_heads != 0) {
@@ -498,14 +508,15 @@ NumpyArray<float> attention_op(const AnyArray& q, const KvPool& pool, int64_t la
 
 void bind_attention(nb::module_& m) {
   nb::class_<KvPool>(m, "KVPool")
-      .def("__init__",
-           [](KvPool* self, int64_t num_layers, int64_t num_pages, int64_t num_kv_heads,
-              int64_t head_dim, int64_t page_tokens, const std::string& dtype) {
-             new (self) KvPool(make_kv_pool(num_layers, num_pages, num_kv_heads, head_dim,
-                                            page_tokens, dtype));
-           },
-           "num_layers"_a, "num_pages"_a, "num_kv_heads"_a, "head_dim"_a, "page_tokens"_a = 64,
-           "dtype"_a = "f16")
+      .def(
+          "__init__",
+          [](KvPool* self, int64_t num_layers, int64_t num_pages, int64_t num_kv_heads,
+             int64_t head_dim, int64_t page_tokens, const std::string& dtype) {
+            new (self) KvPool(
+                make_kv_pool(num_layers, num_pages, num_kv_heads, head_dim, page_tokens, dtype));
+          },
+          "num_layers"_a, "num_pages"_a, "num_kv_heads"_a, "head_dim"_a, "page_tokens"_a = 64,
+          "dtype"_a = "f16")
       .def_prop_ro("num_layers", [](const KvPool& p) { return p.shape().num_layers; })
       .def_prop_ro("num_pages", [](const KvPool& p) { return p.shape().num_pages; })
       .def_prop_ro("num_kv_heads", [](const KvPool& p) { return p.shape().num_kv_heads; })
@@ -520,18 +531,20 @@ void bind_attention(nb::module_& m) {
 
 // ---- sampling
 
-int32_t sample_op(const AnyArray& logits, float temperature, int64_t top_k, float top_p, float min_p,
-                  uint64_t seed, int64_t position) {
+int32_t sample_op(const AnyArray& logits, float temperature, int64_t top_k, float top_p,
+                  float min_p, uint64_t seed, int64_t position) {
   const float* x = checked<float>(logits, "sample", "logits", {kAnySize});
   const int32_t vocab = narrow(static_cast<int64_t>(logits.shape(0)), "sample", "vocabulary");
   if (vocab < 1) throw_shape("sample: no logits");
   if (!(temperature >= 0.0f) || top_k < 0 || !(top_p > 0.0f && top_p <= 1.0f) ||
       !(min_p >= 0.0f && min_p <= 1.0f)) {
-    throw_shape("sample: parameter out of range\nexpected temperature >= 0, top_k >= 0, 0 < top_p <= 1 "
-                "and 0 <= min_p <= 1");
+    throw_shape(
+        "sample: parameter out of range\nexpected temperature >= 0, top_k >= 0, 0 < top_p <= 1 "
+        "and 0 <= min_p <= 1");
   }
   const SampleParams params{temperature, static_cast<int32_t>(std::min<int64_t>(top_k, INT32_MAX)),
-                            top_p,       min_p, seed, position};
+                            top_p,       min_p,
+                            seed,        position};
   nb::gil_scoped_release release;
   return sample(x, vocab, params);
 }
@@ -642,12 +655,13 @@ ResidentFeed make_resident_feed(nb::tuple gate, nb::tuple up, nb::tuple down, nb
 void bind_feeds(nb::module_& m) {
   nb::class_<RecordFeed>(m, "RecordFeed");
   nb::class_<ResidentFeed, RecordFeed>(m, "ResidentFeed")
-      .def("__init__",
-           [](ResidentFeed* self, nb::tuple gate, nb::tuple up, nb::tuple down, nb::dict records,
-              std::vector<int32_t> order, int32_t step) {
-             new (self) ResidentFeed(make_resident_feed(gate, up, down, records, order, step));
-           },
-           "gate"_a, "up"_a, "down"_a, "records"_a, "order"_a = std::vector<int32_t>{}, "step"_a = 1)
+      .def(
+          "__init__",
+          [](ResidentFeed* self, nb::tuple gate, nb::tuple up, nb::tuple down, nb::dict records,
+             std::vector<int32_t> order, int32_t step) {
+            new (self) ResidentFeed(make_resident_feed(gate, up, down, records, order, step));
+          },
+          "gate"_a, "up"_a, "down"_a, "records"_a, "order"_a = std::vector<int32_t>{}, "step"_a = 1)
       .def("rewind", &ResidentFeed::rewind);
 }
 
@@ -661,22 +675,28 @@ void bind_machine(nb::module_& m) {
     for (Isa isa : available_isas()) names.emplace_back(isa_name(isa));
     return names;
   });
-  m.def("set_threads", [](int32_t n) {
-    nb::gil_scoped_release release;
-    set_num_threads(n);
-  }, "num_threads"_a);
+  m.def(
+      "set_threads",
+      [](int32_t n) {
+        nb::gil_scoped_release release;
+        set_num_threads(n);
+      },
+      "num_threads"_a);
   m.def("num_threads", [] { return shared_pool()->num_threads(); });
-  m.def("read_bytes", [](const AnyArray& data) {
-    const uint8_t* bytes = checked<uint8_t>(data, "read_bytes", "data", {kAnySize});
-    const auto size = static_cast<int64_t>(data.shape(0));
-    nb::gil_scoped_release release;
-    std::atomic<uint32_t> sum{0};
-    const KernelTable& table = kernels();
-    shared_pool()->run_ranges(size, 1 << 20, [&](int64_t begin, int64_t end) {
-      sum += table.read_bytes(bytes + begin, end - begin);
-    });
-    return sum.load();
-  }, "data"_a);
+  m.def(
+      "read_bytes",
+      [](const AnyArray& data) {
+        const uint8_t* bytes = checked<uint8_t>(data, "read_bytes", "data", {kAnySize});
+        const auto size = static_cast<int64_t>(data.shape(0));
+        nb::gil_scoped_release release;
+        std::atomic<uint32_t> sum{0};
+        const KernelTable& table = kernels();
+        shared_pool()->run_ranges(size, 1 << 20, [&](int64_t begin, int64_t end) {
+          sum += table.read_bytes(bytes + begin, end - begin);
+        });
+        return sum.load();
+      },
+      "data"_a);
   m.def("pool_bytes", [] { return ArrayPool::shared().held_bytes(); });
   m.def("pool_trim", [] { ArrayPool::shared().trim(); });
 }

@@ -10,14 +10,22 @@ namespace {
 
 const char* class_name(headrace::ErrorKind kind) {
   switch (kind) {
-    case headrace::ErrorKind::Config: return "ConfigError";
-    case headrace::ErrorKind::Checkpoint: return "CheckpointError";
-    case headrace::ErrorKind::UnsupportedModel: return "UnsupportedModelError";
-    case headrace::ErrorKind::MemoryBudget: return "MemoryBudgetError";
-    case headrace::ErrorKind::ExpertRead: return "ExpertReadError";
-    case headrace::ErrorKind::Request: return "RequestError";
-    case headrace::ErrorKind::Numeric: return "NumericError";
-    case headrace::ErrorKind::Shape: return "ShapeError";
+    case headrace::ErrorKind::Config:
+      return "ConfigError";
+    case headrace::ErrorKind::Checkpoint:
+      return "CheckpointError";
+    case headrace::ErrorKind::UnsupportedModel:
+      return "UnsupportedModelError";
+    case headrace::ErrorKind::MemoryBudget:
+      return "MemoryBudgetError";
+    case headrace::ErrorKind::ExpertRead:
+      return "ExpertReadError";
+    case headrace::ErrorKind::Request:
+      return "RequestError";
+    case headrace::ErrorKind::Numeric:
+      return "NumericError";
+    case headrace::ErrorKind::Shape:
+      return "ShapeError";
   }
   return "EngineError";
 }

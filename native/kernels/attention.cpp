@@ -95,16 +95,20 @@ class TileAttention {
     const int32_t page =
         rows_.page_table[int64_t{rows_.sequences[tile_.begin]} * rows_.max_pages + p];
     const int32_t used = std::min(last - p * shape_.page_tokens + 1, shape_.page_tokens);
-    const PageArgs args{widened_keys(page), widened_values(page, used), shape_.head_dim,
-                        shape_.page_tokens, scale_, p == 0};
+    const PageArgs args{widened_keys(page),
+                        widened_values(page, used),
+                        shape_.head_dim,
+                        shape_.page_tokens,
+                        scale_,
+                        p == 0};
     queries_.clear();
     for (int32_t row = tile_.begin; row < tile_.end; ++row) {
       const int32_t visible = rows_.positions[row] - p * shape_.page_tokens + 1;
       if (visible <= 0) continue;
       for (int32_t h = 0; h < heads_per_kv_; ++h) {
         float* s = state(row, h);
-        queries_.push_back({q_ + head_offset(row, h), std::min(visible, shape_.page_tokens), s,
-                            s + 1, s + 2});
+        queries_.push_back(
+            {q_ + head_offset(row, h), std::min(visible, shape_.page_tokens), s, s + 1, s + 2});
       }
     }
     table_.attend_page(args, queries_.data(), static_cast<int32_t>(queries_.size()));
@@ -195,8 +199,8 @@ void check_step_rows(const KvPool& pool, const StepRows& rows, const char* op) {
   }
 }
 
-void kv_write(ThreadPool& threads, const KvPool& pool, int32_t layer, const float* k, const float* v,
-              const StepRows& rows) {
+void kv_write(ThreadPool& threads, const KvPool& pool, int32_t layer, const float* k,
+              const float* v, const StepRows& rows) {
   const KvShape& s = pool.shape();
   threads.run_ranges(int64_t{rows.num_rows} * s.num_kv_heads, 16, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -204,8 +208,8 @@ void kv_write(ThreadPool& threads, const KvPool& pool, int32_t layer, const floa
       const int32_t kv_head = static_cast<int32_t>(i % s.num_kv_heads);
       const int32_t position = rows.positions[row];
       const int32_t slot = position % s.page_tokens;
-      const int32_t page = rows.page_table[int64_t{rows.sequences[row]} * rows.max_pages +
-                                           position / s.page_tokens];
+      const int32_t page =
+          rows.page_table[int64_t{rows.sequences[row]} * rows.max_pages + position / s.page_tokens];
       std::byte* keys = pool.keys(page, layer, kv_head);
       std::byte* values = pool.values(page, layer, kv_head);
       for (int64_t d = 0; d < s.head_dim; ++d) {

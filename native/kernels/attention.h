@@ -11,7 +11,8 @@
 namespace headrace {
 
 // The shape of a pool of pages. A page holds page_tokens tokens of one sequence in all layers:
-//   [layer][keys, values], keys [kv_head][head_dim][page_tokens], values [kv_head][page_tokens][head_dim].
+//   [layer][keys, values], keys [kv_head][head_dim][page_tokens], values
+//   [kv_head][page_tokens][head_dim].
 // Keys lie with the tokens side by side, because a score is a chain over head_dim in each lane.
 struct KvShape {
   int32_t num_layers, num_pages, num_kv_heads, head_dim, page_tokens;
@@ -25,8 +26,8 @@ struct KvShape {
 
 class KvPool {
  public:
-  // Throws Error(Shape) for a shape the kernels cannot take. `memory` holds shape.nbytes() bytes at a
-  // multiple of 64; its contents do not matter.
+  // Throws Error(Shape) for a shape the kernels cannot take. `memory` holds shape.nbytes() bytes at
+  // a multiple of 64; its contents do not matter.
   KvPool(const KvShape& shape, std::shared_ptr<std::byte> memory);
 
   const KvShape& shape() const { return shape_; }
@@ -52,8 +53,8 @@ struct StepRows {
 void check_step_rows(const KvPool& pool, const StepRows& rows, const char* op);
 
 // Rounds k and v [T, kv_heads, head_dim] to the pool's type and puts them at their rows' positions.
-void kv_write(ThreadPool& threads, const KvPool& pool, int32_t layer, const float* k, const float* v,
-              const StepRows& rows);
+void kv_write(ThreadPool& threads, const KvPool& pool, int32_t layer, const float* k,
+              const float* v, const StepRows& rows);
 
 // q [T, heads, head_dim] -> out [T, heads, head_dim]. Row t sees positions 0..positions[t] of its
 // sequence. Pages in ascending order; each page by itself (scores, maximum, exponentials, tree sum,

@@ -11,12 +11,17 @@ constexpr const char* kNames[kNumFormats] = {"f32", "f16", "bf16", "q8", "q4", "
 
 constexpr int64_t bytes_of_group(Format format, int32_t group) {
   switch (format) {
-    case Format::F32: return kBlockOutputs * 4;
+    case Format::F32:
+      return kBlockOutputs * 4;
     case Format::F16:
-    case Format::BF16: return kBlockOutputs * 2;
-    case Format::Q8: return int64_t{group} * kBlockOutputs + kBlockOutputs * 2;
-    case Format::Q4: return int64_t{group} * kBlockOutputs / 2 + kBlockOutputs * 2;
-    case Format::MXFP4: return int64_t{group} * kBlockOutputs / 2 + kBlockOutputs;
+    case Format::BF16:
+      return kBlockOutputs * 2;
+    case Format::Q8:
+      return int64_t{group} * kBlockOutputs + kBlockOutputs * 2;
+    case Format::Q4:
+      return int64_t{group} * kBlockOutputs / 2 + kBlockOutputs * 2;
+    case Format::MXFP4:
+      return int64_t{group} * kBlockOutputs / 2 + kBlockOutputs;
   }
   return 0;
 }

@@ -1,10 +1,13 @@
 // The packed weight formats: the one definition of their layout. Readers in other places ask here.
 //
-// A linear W is [rows = outputs, cols = inputs]. Outputs come in blocks of 16 (padded with zero rows);
-// a block is its groups in ascending order; a group is contiguous:
-//   q8     g/4 vectors of 64 bytes, vector j = inputs 4j..4j+3 of 16 outputs, byte [output*4 + i] an int8
-//          code; then 16 float16 scales. (One vector is what a 4-way int8 dot instruction multiplies.)
-//   q4     g/8 vectors of 64 bytes, byte b of vector j = (code b of q8's vector 2j) + 8 in the low nibble
+// A linear W is [rows = outputs, cols = inputs]. Outputs come in blocks of 16 (padded with zero
+// rows); a block is its groups in ascending order; a group is contiguous:
+//   q8     g/4 vectors of 64 bytes, vector j = inputs 4j..4j+3 of 16 outputs, byte [output*4 + i]
+//   an int8
+//          code; then 16 float16 scales. (One vector is what a 4-way int8 dot instruction
+//          multiplies.)
+//   q4     g/8 vectors of 64 bytes, byte b of vector j = (code b of q8's vector 2j) + 8 in the low
+//   nibble
 //          and of vector 2j+1 in the high nibble; then 16 float16 scales. Codes -8..7.
 //   mxfp4  nibbles placed as in q4, holding e2m1 values (bit 3 is the sign); then 16 E8M0 scales.
 //   bf16, f16, f32   a "group" is one input: its 16 outputs.

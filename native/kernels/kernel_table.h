@@ -1,8 +1,9 @@
-// The serial inner kernels of one instruction set. Every table computes the same real numbers in the
-// same order (the numeric contract), so which one runs never changes a bit.
+// The serial inner kernels of one instruction set. Every table computes the same real numbers in
+// the same order (the numeric contract), so which one runs never changes a bit.
 //
-// A new instruction set is one file: kernels_amx.cpp (int8 tiles for many rows) and kernels_neon.cpp
-// belong beside kernels_avx2.cpp, fill a KernelTable and join kernel_table() and Isa.
+// A new instruction set is one file: kernels_amx.cpp (int8 tiles for many rows) and
+// kernels_neon.cpp belong beside kernels_avx2.cpp, fill a KernelTable and join kernel_table() and
+// Isa.
 #pragma once
 
 #include <cstdint>
@@ -24,10 +25,10 @@ struct LinearArgs {
   int32_t num_groups;
 
   // Floating formats read x; quantised ones read codes, scales and sums (of codes, per group).
-  const float* x;          // row stride cols
-  const int8_t* codes;     // row stride num_groups * group
-  const float* scales;     // row stride num_groups
-  const int32_t* sums;     // row stride num_groups
+  const float* x;       // row stride cols
+  const int8_t* codes;  // row stride num_groups * group
+  const float* scales;  // row stride num_groups
+  const int32_t* sums;  // row stride num_groups
 
   int32_t num_rows;
   const int32_t* in_rows;   // null: 0, 1, 2, ...
@@ -72,7 +73,8 @@ struct KernelTable {
   void (*silu_mul)(const float* gate, const float* up, int64_t count, float* out);
   void (*add)(const float* x, const float* y, int64_t count, float* out);
   void (*clamp)(const float* x, float limit, int64_t count, float* out);
-  void (*fma_row)(float weight, const float* y, int64_t count, float* out);  // out = fma(weight, y, out)
+  void (*fma_row)(float weight, const float* y, int64_t count,
+                  float* out);  // out = fma(weight, y, out)
   float (*max_of)(const float* x, int64_t count);
   // out = exp((x - maximum) / temperature); returns the sum in tree order.
   float (*exp_sum)(const float* x, float maximum, float temperature, int64_t count, float* out);

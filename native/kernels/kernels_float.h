@@ -1,6 +1,6 @@
-// The float kernels, written once over the sixteen-lane type of the instruction set that includes them.
-// Everything lives in that set's namespace: nothing here may be shared with a unit built for the
-// baseline processor, so the standard library's templates stay out.
+// The float kernels, written once over the sixteen-lane type of the instruction set that includes
+// them. Everything lives in that set's namespace: nothing here may be shared with a unit built for
+// the baseline processor, so the standard library's templates stay out.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +28,8 @@ inline float max_lane(Floats lanes) {
   return v[0];
 }
 
-// exp by x = n ln2 + r, |r| <= ln2/2, Taylor to degree 7 (relative error below 2^-26 before rounding).
-// Below -104 the result is 0, above 88.8 infinity; NaN stays NaN.
+// exp by x = n ln2 + r, |r| <= ln2/2, Taylor to degree 7 (relative error below 2^-26 before
+// rounding). Below -104 the result is 0, above 88.8 infinity; NaN stays NaN.
 inline Floats exp_lanes(Floats x) {
   x = min(splat(89.0f), max(splat(-104.0f), x));
   // Adding 1.5 * 2^23 leaves the rounded integer in the low bits of the sum.
@@ -113,7 +113,8 @@ inline bool quantise_row(const float* x, int32_t cols, int32_t group, int8_t* co
   return worst < 0x7f800000;
 }
 
-inline void rms_norm_row(const float* x, const float* weight, float eps, int32_t count, float* out) {
+inline void rms_norm_row(const float* x, const float* weight, float eps, int32_t count,
+                         float* out) {
   Floats squares = splat(0.0f);
   map_rows(count, [&](int64_t i, int n) {
     const Floats v = load_some(x + i, n);
@@ -299,8 +300,9 @@ inline void join_values(const PageArgs& page, const Join& join, Floats acc, floa
   store_some(target, acc, n);
 }
 
-// V vectors of dims from d: a chain over the keys per dim, starting at 0 in each page. All queries see
-// num_keys keys: a weight of 0 for the others would not do, since 0 * NaN of a stale place is NaN.
+// V vectors of dims from d: a chain over the keys per dim, starting at 0 in each page. All queries
+// see num_keys keys: a weight of 0 for the others would not do, since 0 * NaN of a stale place is
+// NaN.
 template <int Q, int V>
 void page_values_at(const PageArgs& page, const PageQuery* queries, int32_t num_keys,
                     const Scores* weights, const Join* joins, int32_t d) {

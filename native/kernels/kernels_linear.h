@@ -1,5 +1,5 @@
-// Products with packed matrices, written once over the instruction set's lanes and dots. A tile is one
-// block of 16 outputs by R rows: the weights are unpacked once for all rows of the tile.
+// Products with packed matrices, written once over the instruction set's lanes and dots. A tile is
+// one block of 16 outputs by R rows: the weights are unpacked once for all rows of the tile.
 #pragma once
 
 #include <cstdint>
@@ -102,14 +102,29 @@ void quantised_blocks(const LinearArgs& a) {
     int32_t row = 0;
     for (; row + 8 <= a.num_rows; row += 8) quantised_tile<F, group, 8>(a, block, row);
     switch (a.num_rows - row) {
-      case 7: quantised_tile<F, group, 7>(a, block, row); break;
-      case 6: quantised_tile<F, group, 6>(a, block, row); break;
-      case 5: quantised_tile<F, group, 5>(a, block, row); break;
-      case 4: quantised_tile<F, group, 4>(a, block, row); break;
-      case 3: quantised_tile<F, group, 3>(a, block, row); break;
-      case 2: quantised_tile<F, group, 2>(a, block, row); break;
-      case 1: quantised_tile<F, group, 1>(a, block, row); break;
-      default: break;
+      case 7:
+        quantised_tile<F, group, 7>(a, block, row);
+        break;
+      case 6:
+        quantised_tile<F, group, 6>(a, block, row);
+        break;
+      case 5:
+        quantised_tile<F, group, 5>(a, block, row);
+        break;
+      case 4:
+        quantised_tile<F, group, 4>(a, block, row);
+        break;
+      case 3:
+        quantised_tile<F, group, 3>(a, block, row);
+        break;
+      case 2:
+        quantised_tile<F, group, 2>(a, block, row);
+        break;
+      case 1:
+        quantised_tile<F, group, 1>(a, block, row);
+        break;
+      default:
+        break;
     }
   }
 }
@@ -128,7 +143,9 @@ inline void linear_q4(const LinearArgs& a) {
 
 struct F32Weights {
   static constexpr int kBytes = 64;
-  static Floats load_weights(const unsigned char* p) { return load(reinterpret_cast<const float*>(p)); }
+  static Floats load_weights(const unsigned char* p) {
+    return load(reinterpret_cast<const float*>(p));
+  }
 };
 struct F16Weights {
   static constexpr int kBytes = 32;
@@ -187,8 +204,19 @@ inline void linear_bf16(const LinearArgs& a) { float_blocks<Bf16Weights>(a); }
 inline const KernelTable* make_table() {
   static constexpr KernelTable table = {
       {linear_f32, linear_f16, linear_bf16, linear_q8, linear_q4, linear_mxfp4},
-      quantise_row, rms_norm_row, silu_mul,  add_row, clamp_row,  fma_row,     max_of,
-      exp_sum,      divide_row,   rope_head, widen,   read_bytes, attend_page,
+      quantise_row,
+      rms_norm_row,
+      silu_mul,
+      add_row,
+      clamp_row,
+      fma_row,
+      max_of,
+      exp_sum,
+      divide_row,
+      rope_head,
+      widen,
+      read_bytes,
+      attend_page,
   };
   return &table;
 }

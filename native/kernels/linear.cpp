@@ -74,8 +74,8 @@ int64_t blocks_per_range(const MatrixView& matrix) {
 
 }  // namespace
 
-void linears(ThreadPool& pool, const float* x, int32_t num_rows, std::span<const MatrixView> matrices,
-             std::span<float* const> out, const char* op) {
+void linears(ThreadPool& pool, const float* x, int32_t num_rows,
+             std::span<const MatrixView> matrices, std::span<float* const> out, const char* op) {
   std::vector<QuantisedRows> inputs;
   const KernelTable& table = kernels();
   for (size_t i = 0; i < matrices.size(); ++i) {

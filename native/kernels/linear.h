@@ -35,9 +35,9 @@ class QuantisedRows {
 // The arguments for blocks [begin, end) of a matrix; inputs and rows are left to the caller.
 LinearArgs block_args(const MatrixView& matrix, int64_t begin, int64_t end, float* out);
 
-// x [T, cols] times every matrix: out[i] is [T, rows of matrix i]. The input is quantised once for each
-// distinct group. Throws Error(Numeric) as QuantisedRows::of.
-void linears(ThreadPool& pool, const float* x, int32_t num_rows, std::span<const MatrixView> matrices,
-             std::span<float* const> out, const char* op);
+// x [T, cols] times every matrix: out[i] is [T, rows of matrix i]. The input is quantised once for
+// each distinct group. Throws Error(Numeric) as QuantisedRows::of.
+void linears(ThreadPool& pool, const float* x, int32_t num_rows,
+             std::span<const MatrixView> matrices, std::span<float* const> out, const char* op);
 
 }  // namespace headrace

@@ -12,8 +12,8 @@ namespace headrace {
 
 class MemoryFeed final : public RecordFeed {
  public:
-  // ids ascending; order: the indices in the order in which next_ready gives them, `step` at a time.
-  // The records must outlive the feed and lie at multiples of 64.
+  // ids ascending; order: the indices in the order in which next_ready gives them, `step` at a
+  // time. The records must outlive the feed and lie at multiples of 64.
   MemoryFeed(ExpertLayout layout, std::vector<int32_t> ids, std::vector<const std::byte*> records,
              std::vector<int32_t> order, int32_t step)
       : layout_(layout),

@@ -108,7 +108,8 @@ class ExpertPass {
     const int64_t ranges = (blocks + grain - 1) / grain;
     pool_.run(ranges * static_cast<int64_t>(batch.experts.size()), [&](int64_t i) {
       const int64_t range = i % ranges;
-      task(static_cast<int32_t>(i / ranges), blocks * range / ranges, blocks * (range + 1) / ranges);
+      task(static_cast<int32_t>(i / ranges), blocks * range / ranges,
+           blocks * (range + 1) / ranges);
     });
   }
 
@@ -186,8 +187,8 @@ class ExpertPass {
 
 // ---- the sum
 
-void sum_token(const KernelTable& table, const RoutedTokens& tokens, int64_t t, const float* results,
-               float* out) {
+void sum_token(const KernelTable& table, const RoutedTokens& tokens, int64_t t,
+               const float* results, float* out) {
   const int32_t chosen = tokens.num_chosen;
   const int32_t* ids = tokens.ids + t * chosen;
   std::vector<int32_t> order(chosen);

@@ -1,5 +1,5 @@
-// The feed-forward network of a mixture of experts, computed in the order in which records arrive and
-// summed in the order of the contract.
+// The feed-forward network of a mixture of experts, computed in the order in which records arrive
+// and summed in the order of the contract.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +15,9 @@ void swiglu_ffn(ThreadPool& pool, const float* x, int32_t num_rows, const Matrix
                 const MatrixView& up, const MatrixView& down, float* out);
 
 struct RoutedTokens {
-  const float* x;        // [T, D]
-  const int32_t* ids;    // [T, A]
-  const float* weights;  // [T, A]
+  const float* x;                          // [T, D]
+  const int32_t* ids;                      // [T, A]
+  const float* weights;                    // [T, A]
   int32_t num_tokens, hidden, num_chosen;  // T, D, A
 };
 

@@ -21,13 +21,14 @@ T load_at(const std::byte* data, int64_t index) {
 
 float weight_at(const std::byte* data, Format dtype, int64_t index) {
   switch (dtype) {
-    case Format::F32: return load_at<float>(data, index);
-    case Format::F16: return float_from_f16(load_at<uint16_t>(data, index));
-    default: return float_from_bf16(load_at<uint16_t>(data, index));
+    case Format::F32:
+      return load_at<float>(data, index);
+    case Format::F16:
+      return float_from_f16(load_at<uint16_t>(data, index));
+    default:
+      return float_from_bf16(load_at<uint16_t>(data, index));
   }
 }
-
-
 
 // ---- one group of one output: values in, integer codes and the scale's bits out
 
@@ -41,7 +42,8 @@ int8_t rounded_code(float weight, float scale, float low, float high) {
   return static_cast<int8_t>(std::lrint(std::clamp(weight / scale, low, high)));
 }
 
-// The scale carries the sign of the largest weight, so that it lands on -8, the code without a twin.
+// The scale carries the sign of the largest weight, so that it lands on -8, the code without a
+// twin.
 void quantise_q4(const float* weights, int32_t group, GroupCodes& out) {
   float extreme = 0.0f;
   for (int32_t i = 0; i < group; ++i) {
@@ -73,7 +75,8 @@ int8_t e2m1_code(float value) {
   return code;
 }
 
-// Source: OCP Microscaling Formats v1.0, section 6.3: shared exponent floor(log2(amax)) - emax(e2m1) = 2.
+// Source: OCP Microscaling Formats v1.0, section 6.3: shared exponent floor(log2(amax)) -
+// emax(e2m1) = 2.
 void quantise_mxfp4(const float* weights, int32_t group, GroupCodes& out) {
   float largest = 0.0f;
   for (int32_t i = 0; i < group; ++i) largest = std::max(largest, std::fabs(weights[i]));
@@ -89,9 +92,12 @@ void quantise_mxfp4(const float* weights, int32_t group, GroupCodes& out) {
 
 void quantise_group(Format format, const float* weights, int32_t group, GroupCodes& out) {
   switch (format) {
-    case Format::Q4: return quantise_q4(weights, group, out);
-    case Format::Q8: return quantise_q8(weights, group, out);
-    default: return quantise_mxfp4(weights, group, out);
+    case Format::Q4:
+      return quantise_q4(weights, group, out);
+    case Format::Q8:
+      return quantise_q8(weights, group, out);
+    default:
+      return quantise_mxfp4(weights, group, out);
   }
 }
 
@@ -179,15 +185,15 @@ void pack_float_block(const RowMajor& source, Format format, int64_t block, Firs
     for (int32_t output = 0; output < kBlockOutputs; ++output) {
       const int64_t row = block * kBlockOutputs + output;
       const int64_t index = row * source.cols + k;
-      const float weight =
-          row < source.rows ? weight_at(source.data, source.dtype, index) : 0.0f;
+      const float weight = row < source.rows ? weight_at(source.data, source.dtype, index) : 0.0f;
       if (!std::isfinite(weight)) bad.report(index);
       const int64_t at = int64_t{k} * kBlockOutputs + output;
       if (format == Format::F32) {
         std::memcpy(packed + at * 4, &weight, 4);
         continue;
       }
-      const uint16_t bits = format == Format::F16 ? f16_from_float(weight) : bf16_from_float(weight);
+      const uint16_t bits =
+          format == Format::F16 ? f16_from_float(weight) : bf16_from_float(weight);
       const uint16_t exponent = format == Format::F16 ? 0x7c00u : 0x7f80u;
       if ((bits & exponent) == exponent) bad.report(index);
       std::memcpy(packed + at * 2, &bits, 2);
@@ -210,8 +216,8 @@ void interleave_all(const std::byte* source, int32_t rows, int32_t cols, std::by
   for (int64_t block = 0; block < num_blocks(rows); ++block) {
     const int64_t offset = block * kBlockOutputs * cols;
     interleave_block(reinterpret_cast<const T*>(source) + offset,
-                     std::min<int32_t>(kBlockOutputs, rows - static_cast<int32_t>(block) * 16), cols,
-                     reinterpret_cast<T*>(packed) + offset);
+                     std::min<int32_t>(kBlockOutputs, rows - static_cast<int32_t>(block) * 16),
+                     cols, reinterpret_cast<T*>(packed) + offset);
   }
 }
 

@@ -17,9 +17,9 @@ struct RowMajor {
   int32_t rows, cols;
 };
 
-// Quantises if `format` is a quantised one; a floating target is a conversion with rounding to nearest
-// even, exact when the types agree. `name` goes into error messages. Throws Error(Checkpoint) for a
-// NaN or infinite weight or one whose scale does not fit.
+// Quantises if `format` is a quantised one; a floating target is a conversion with rounding to
+// nearest even, exact when the types agree. `name` goes into error messages. Throws
+// Error(Checkpoint) for a NaN or infinite weight or one whose scale does not fit.
 void pack(ThreadPool& pool, const RowMajor& source, Format format, int32_t group,
           const std::string& name, std::byte* packed);
 

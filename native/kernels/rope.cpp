@@ -31,10 +31,22 @@ void sin_cos(double x, double& sin, double& cos) {
   c = c * z - 0.5;
   const double cosine = 1.0 + z * c;
   switch (static_cast<int64_t>(quadrant) & 3) {
-    case 0: sin = sine; cos = cosine; break;
-    case 1: sin = cosine; cos = -sine; break;
-    case 2: sin = -sine; cos = -cosine; break;
-    default: sin = -cosine; cos = sine; break;
+    case 0:
+      sin = sine;
+      cos = cosine;
+      break;
+    case 1:
+      sin = cosine;
+      cos = -sine;
+      break;
+    case 2:
+      sin = -sine;
+      cos = -cosine;
+      break;
+    default:
+      sin = -cosine;
+      cos = sine;
+      break;
   }
 }
 

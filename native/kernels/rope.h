@@ -5,7 +5,8 @@
 
 namespace headrace {
 
-// sin and cos of x for |x| < 1e8: pi/2 is subtracted in three parts of 27 bits, then a Taylor series on
+// sin and cos of x for |x| < 1e8: pi/2 is subtracted in three parts of 27 bits, then a Taylor
+// series on
 // [-pi/4, pi/4]; the error stays below one float32 rounding by far.
 void sin_cos(double x, double& sin, double& cos);
 

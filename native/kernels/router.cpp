@@ -24,9 +24,8 @@ bool route_one(const KernelTable& table, const float* logits, int32_t num_expert
   table.divide(p.data(), sum, num_experts, p.data());
   std::vector<int32_t> order(num_experts);
   std::iota(order.begin(), order.end(), 0);
-  std::partial_sort(order.begin(), order.begin() + top_k, order.end(), [&](int32_t a, int32_t b) {
-    return p[a] != p[b] ? p[a] > p[b] : a < b;
-  });
+  std::partial_sort(order.begin(), order.begin() + top_k, order.end(),
+                    [&](int32_t a, int32_t b) { return p[a] != p[b] ? p[a] > p[b] : a < b; });
   float total = 0.0f;
   for (int32_t a = 0; a < top_k; ++a) {
     ids[a] = order[a];

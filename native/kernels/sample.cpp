@@ -49,8 +49,8 @@ double sum_of(const std::vector<Candidate>& candidates) {
   return sum;
 }
 
-// The smallest prefix in descending order that reaches top_p of the total. A heap, because the prefix
-// is short where the vocabulary is long.
+// The smallest prefix in descending order that reaches top_p of the total. A heap, because the
+// prefix is short where the vocabulary is long.
 void keep_top_p(std::vector<Candidate>& candidates, float top_p) {
   const double wanted = static_cast<double>(top_p) * sum_of(candidates);
   const auto is_after = [](const Candidate& a, const Candidate& b) { return is_before(b, a); };
@@ -109,7 +109,8 @@ int32_t sample(const float* logits, int32_t vocab, const SampleParams& params) {
   return draw(candidates, uniform(params.seed, params.position));
 }
 
-void log_softmax(ThreadPool& pool, const float* logits, int32_t num_rows, int32_t vocab, float* out) {
+void log_softmax(ThreadPool& pool, const float* logits, int32_t num_rows, int32_t vocab,
+                 float* out) {
   const KernelTable& table = kernels();
   pool.run_ranges(num_rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {

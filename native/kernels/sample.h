@@ -1,5 +1,5 @@
-// From logits to a token: penalties, log-probabilities, sampling. Everything in a fixed order, and the
-// random number a function of (seed, position) alone, so that batching cannot change a token.
+// From logits to a token: penalties, log-probabilities, sampling. Everything in a fixed order, and
+// the random number a function of (seed, position) alone, so that batching cannot change a token.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,8 @@ double uniform(uint64_t seed, int64_t position);
 int32_t sample(const float* logits, int32_t vocab, const SampleParams& params);
 
 // x - max - log(sum of exp(x - max)), rows [R, V].
-void log_softmax(ThreadPool& pool, const float* logits, int32_t num_rows, int32_t vocab, float* out);
+void log_softmax(ThreadPool& pool, const float* logits, int32_t num_rows, int32_t vocab,
+                 float* out);
 
 struct Penalties {
   const int32_t* ids;     // [C] distinct tokens seen in the prompt or the answer

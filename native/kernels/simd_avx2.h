@@ -8,19 +8,28 @@
 
 namespace headrace::HEADRACE_ISA {
 
-struct Floats { __m256 a, b; };
-struct Ints { __m256i a, b; };
-struct Bytes { __m256i a, b; };
+struct Floats {
+  __m256 a, b;
+};
+struct Ints {
+  __m256i a, b;
+};
+struct Bytes {
+  __m256i a, b;
+};
 
 inline __m256i first(int n, int from) {
-  const __m256i lanes = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
-                                         _mm256_set1_epi32(from));
+  const __m256i lanes =
+      _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(from));
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), lanes);
 }
 
 inline Floats splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline Floats load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-inline void store(float* p, Floats x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+inline void store(float* p, Floats x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
 inline Floats load_part(const float* p, int n) {
   return {_mm256_maskload_ps(p, first(n, 0)), _mm256_maskload_ps(p + 8, first(n, 8))};
 }
@@ -37,7 +46,9 @@ inline Floats load_f16(const void* p) {
 inline __m256 widen_bf16(__m128i x) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
 }
-inline Floats load_bf16(const void* p) { return {widen_bf16(half_at(p, 0)), widen_bf16(half_at(p, 1))}; }
+inline Floats load_bf16(const void* p) {
+  return {widen_bf16(half_at(p, 0)), widen_bf16(half_at(p, 1))};
+}
 
 inline Floats add(Floats x, Floats y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 inline Floats sub(Floats x, Floats y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
@@ -54,10 +65,18 @@ inline Floats from_bits(Ints x) { return {_mm256_castsi256_ps(x.a), _mm256_casts
 inline Ints splat_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 inline Ints add(Ints x, Ints y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline Ints sub(Ints x, Ints y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
-inline Ints bit_and(Ints x, Ints y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+inline Ints bit_and(Ints x, Ints y) {
+  return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)};
+}
 inline Ints max(Ints x, Ints y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
-template <int n> Ints shift_left(Ints x) { return {_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)}; }
-template <int n> Ints shift_right(Ints x) { return {_mm256_srai_epi32(x.a, n), _mm256_srai_epi32(x.b, n)}; }
+template <int n>
+Ints shift_left(Ints x) {
+  return {_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)};
+}
+template <int n>
+Ints shift_right(Ints x) {
+  return {_mm256_srai_epi32(x.a, n), _mm256_srai_epi32(x.b, n)};
+}
 inline Floats to_float(Ints x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline Ints round_to_int(Floats x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 inline void store(int32_t* p, Ints x) {
@@ -105,9 +124,13 @@ inline Floats half_e8m0(const void* p) {
           half_e8m0_of(_mm256_cvtepu8_epi32(_mm_srli_si128(s, 8)))};
 }
 
-inline int32_t quad_bits(const int8_t* quad) { int32_t r; std::memcpy(&r, quad, 4); return r; }
-// Pairs sum in 16 bits without saturating: 24 * 127 * 2 for small weights; 128 * 127 * 2 = 32512 for
-// q8, whose sign moves to the activation (|-128| is 128 as an unsigned byte).
+inline int32_t quad_bits(const int8_t* quad) {
+  int32_t r;
+  std::memcpy(&r, quad, 4);
+  return r;
+}
+// Pairs sum in 16 bits without saturating: 24 * 127 * 2 for small weights; 128 * 127 * 2 = 32512
+// for q8, whose sign moves to the activation (|-128| is 128 as an unsigned byte).
 inline __m256i dot_half(__m256i acc, __m256i weight, __m256i activation) {
   const __m256i pairs = _mm256_maddubs_epi16(weight, activation);
   return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));

@@ -14,8 +14,12 @@
 namespace headrace::HEADRACE_ISA {
 
 using Floats = __m512;
-struct Ints { __m512i v; };
-struct Bytes { __m512i v; };
+struct Ints {
+  __m512i v;
+};
+struct Bytes {
+  __m512i v;
+};
 
 inline __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
 
@@ -47,8 +51,14 @@ inline Ints add(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline Ints sub(Ints a, Ints b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 inline Ints bit_and(Ints a, Ints b) { return {_mm512_and_si512(a.v, b.v)}; }
 inline Ints max(Ints a, Ints b) { return {_mm512_max_epi32(a.v, b.v)}; }
-template <int n> Ints shift_left(Ints a) { return {_mm512_slli_epi32(a.v, n)}; }
-template <int n> Ints shift_right(Ints a) { return {_mm512_srai_epi32(a.v, n)}; }
+template <int n>
+Ints shift_left(Ints a) {
+  return {_mm512_slli_epi32(a.v, n)};
+}
+template <int n>
+Ints shift_right(Ints a) {
+  return {_mm512_srai_epi32(a.v, n)};
+}
 inline Floats to_float(Ints a) { return _mm512_cvtepi32_ps(a.v); }
 inline Ints round_to_int(Floats a) { return {_mm512_cvtps_epi32(a)}; }
 inline void store(int32_t* p, Ints a) { _mm512_storeu_si512(p, a.v); }
@@ -82,7 +92,11 @@ inline Floats half_e8m0(const void* p) {
   return _mm512_castsi512_ps(_mm512_mask_blend_epi32(is_tiny, normal, tiny));
 }
 
-inline int32_t quad_bits(const int8_t* quad) { int32_t r; std::memcpy(&r, quad, 4); return r; }
+inline int32_t quad_bits(const int8_t* quad) {
+  int32_t r;
+  std::memcpy(&r, quad, 4);
+  return r;
+}
 inline Ints dot_q8(Ints acc, Bytes w, const int8_t* quad) {
   return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(quad_bits(quad)))};
 }

@@ -9,40 +9,68 @@
 
 namespace headrace::HEADRACE_ISA {
 
-struct Floats { float lane[16]; };
-struct Ints { int32_t lane[16]; };
-struct Bytes { uint8_t byte[64]; };  // 16 outputs of 4 codes
+struct Floats {
+  float lane[16];
+};
+struct Ints {
+  int32_t lane[16];
+};
+struct Bytes {
+  uint8_t byte[64];
+};  // 16 outputs of 4 codes
 
 #define HEADRACE_LANES for (int i = 0; i < 16; ++i)
 
-inline Floats splat(float x) { Floats r; HEADRACE_LANES r.lane[i] = x;
-  return r; }
-inline Floats load(const float* p) { Floats r; std::memcpy(&r, p, 64); return r; }
-inline void store(float* p, Floats a) { std::memcpy(p, &a, 64); }
-inline Floats load_part(const float* p, int n) {
-  Floats r; HEADRACE_LANES r.lane[i] = i < n ? p[i] : 0.0f;
+inline Floats splat(float x) {
+  Floats r;
+  HEADRACE_LANES r.lane[i] = x;
   return r;
 }
-inline void store_part(float* p, Floats a, int n) { for (int i = 0; i < n; ++i) p[i] = a.lane[i]; }
+inline Floats load(const float* p) {
+  Floats r;
+  std::memcpy(&r, p, 64);
+  return r;
+}
+inline void store(float* p, Floats a) { std::memcpy(p, &a, 64); }
+inline Floats load_part(const float* p, int n) {
+  Floats r;
+  HEADRACE_LANES r.lane[i] = i < n ? p[i] : 0.0f;
+  return r;
+}
+inline void store_part(float* p, Floats a, int n) {
+  for (int i = 0; i < n; ++i) p[i] = a.lane[i];
+}
 inline Floats load_f16(const void* p) {
-  uint16_t bits[16]; std::memcpy(bits, p, 32);
-  Floats r; HEADRACE_LANES r.lane[i] = float_from_f16(bits[i]);
+  uint16_t bits[16];
+  std::memcpy(bits, p, 32);
+  Floats r;
+  HEADRACE_LANES r.lane[i] = float_from_f16(bits[i]);
   return r;
 }
 inline Floats load_bf16(const void* p) {
-  uint16_t bits[16]; std::memcpy(bits, p, 32);
-  Floats r; HEADRACE_LANES r.lane[i] = float_from_bf16(bits[i]);
+  uint16_t bits[16];
+  std::memcpy(bits, p, 32);
+  Floats r;
+  HEADRACE_LANES r.lane[i] = float_from_bf16(bits[i]);
   return r;
 }
 
-inline Floats add(Floats a, Floats b) { HEADRACE_LANES a.lane[i] += b.lane[i];
-  return a; }
-inline Floats sub(Floats a, Floats b) { HEADRACE_LANES a.lane[i] -= b.lane[i];
-  return a; }
-inline Floats mul(Floats a, Floats b) { HEADRACE_LANES a.lane[i] *= b.lane[i];
-  return a; }
-inline Floats div(Floats a, Floats b) { HEADRACE_LANES a.lane[i] /= b.lane[i];
-  return a; }
+inline Floats add(Floats a, Floats b) {
+  HEADRACE_LANES a.lane[i] += b.lane[i];
+  return a;
+}
+inline Floats sub(Floats a, Floats b) {
+  HEADRACE_LANES a.lane[i] -= b.lane[i];
+  return a;
+}
+inline Floats mul(Floats a, Floats b) {
+  HEADRACE_LANES a.lane[i] *= b.lane[i];
+  return a;
+}
+inline Floats div(Floats a, Floats b) {
+  HEADRACE_LANES a.lane[i] /= b.lane[i];
+  return a;
+}
 inline Floats fma(Floats a, Floats b, Floats c) {
   HEADRACE_LANES c.lane[i] = __builtin_fmaf(a.lane[i], b.lane[i], c.lane[i]);
   return c;
@@ -57,46 +85,84 @@ inline Floats min(Floats a, Floats b) {
   return b;
 }
 
-inline Ints bits_of(Floats a) { Ints r; std::memcpy(&r, &a, 64); return r; }
-inline Floats from_bits(Ints a) { Floats r; std::memcpy(&r, &a, 64); return r; }
-inline Ints splat_int(int32_t x) { Ints r; HEADRACE_LANES r.lane[i] = x;
-  return r; }
+inline Ints bits_of(Floats a) {
+  Ints r;
+  std::memcpy(&r, &a, 64);
+  return r;
+}
+inline Floats from_bits(Ints a) {
+  Floats r;
+  std::memcpy(&r, &a, 64);
+  return r;
+}
+inline Ints splat_int(int32_t x) {
+  Ints r;
+  HEADRACE_LANES r.lane[i] = x;
+  return r;
+}
 // Lane arithmetic wraps, as the vector instructions do.
-inline int32_t wrap(uint32_t x) { int32_t r; std::memcpy(&r, &x, 4); return r; }
+inline int32_t wrap(uint32_t x) {
+  int32_t r;
+  std::memcpy(&r, &x, 4);
+  return r;
+}
 inline Ints add(Ints a, Ints b) {
-  HEADRACE_LANES a.lane[i] = wrap(static_cast<uint32_t>(a.lane[i]) + static_cast<uint32_t>(b.lane[i]));
+  HEADRACE_LANES a.lane[i] =
+      wrap(static_cast<uint32_t>(a.lane[i]) + static_cast<uint32_t>(b.lane[i]));
   return a;
 }
 inline Ints sub(Ints a, Ints b) {
-  HEADRACE_LANES a.lane[i] = wrap(static_cast<uint32_t>(a.lane[i]) - static_cast<uint32_t>(b.lane[i]));
+  HEADRACE_LANES a.lane[i] =
+      wrap(static_cast<uint32_t>(a.lane[i]) - static_cast<uint32_t>(b.lane[i]));
   return a;
 }
-inline Ints bit_and(Ints a, Ints b) { HEADRACE_LANES a.lane[i] &= b.lane[i];
-  return a; }
+inline Ints bit_and(Ints a, Ints b) {
+  HEADRACE_LANES a.lane[i] &= b.lane[i];
+  return a;
+}
 inline Ints max(Ints a, Ints b) {
   HEADRACE_LANES a.lane[i] = a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i];
   return a;
 }
-template <int n> Ints shift_left(Ints a) {
+template <int n>
+Ints shift_left(Ints a) {
   HEADRACE_LANES a.lane[i] = wrap(static_cast<uint32_t>(a.lane[i]) << n);
   return a;
 }
-template <int n> Ints shift_right(Ints a) { HEADRACE_LANES a.lane[i] >>= n; return a; }  // keeps the sign
+template <int n>
+Ints shift_right(Ints a) {
+  HEADRACE_LANES a.lane[i] >>= n;
+  return a;
+}  // keeps the sign
 inline Floats to_float(Ints a) {
-  Floats r; HEADRACE_LANES r.lane[i] = static_cast<float>(a.lane[i]);
+  Floats r;
+  HEADRACE_LANES r.lane[i] = static_cast<float>(a.lane[i]);
   return r;
 }
 inline Ints round_to_int(Floats a) {  // nearest even; |a| < 2^22
-  Ints r; HEADRACE_LANES r.lane[i] = static_cast<int32_t>(__builtin_lrintf(a.lane[i])); return r;
+  Ints r;
+  HEADRACE_LANES r.lane[i] = static_cast<int32_t>(__builtin_lrintf(a.lane[i]));
+  return r;
 }
 inline void store(int32_t* p, Ints a) { std::memcpy(p, &a, 64); }
 inline void store_int8(int8_t* p, Ints a) { HEADRACE_LANES p[i] = static_cast<int8_t>(a.lane[i]); }
 
-// ---- integer dots. Weights may be held with an offset; a dot starts at -offset * sum of activations.
+// ---- integer dots. Weights may be held with an offset; a dot starts at -offset * sum of
+// activations.
 
-inline Bytes load_bytes(const void* p) { Bytes r; std::memcpy(&r, p, 64); return r; }
-inline Bytes low_nibbles(Bytes a) { for (uint8_t& b : a.byte) b &= 15; return a; }
-inline Bytes high_nibbles(Bytes a) { for (uint8_t& b : a.byte) b >>= 4; return a; }
+inline Bytes load_bytes(const void* p) {
+  Bytes r;
+  std::memcpy(&r, p, 64);
+  return r;
+}
+inline Bytes low_nibbles(Bytes a) {
+  for (uint8_t& b : a.byte) b &= 15;
+  return a;
+}
+inline Bytes high_nibbles(Bytes a) {
+  for (uint8_t& b : a.byte) b >>= 4;
+  return a;
+}
 
 inline constexpr int kQ8Offset = 0;
 inline Bytes q8_weights(Bytes codes) { return codes; }
@@ -125,7 +191,9 @@ Ints dot_add(Ints acc, const Bytes& weights, const int8_t* quad) {
   return acc;
 }
 inline Ints dot_q8(Ints acc, Bytes w, const int8_t* quad) { return dot_add<int8_t>(acc, w, quad); }
-inline Ints dot_small(Ints acc, Bytes w, const int8_t* quad) { return dot_add<uint8_t>(acc, w, quad); }
+inline Ints dot_small(Ints acc, Bytes w, const int8_t* quad) {
+  return dot_add<uint8_t>(acc, w, quad);
+}
 
 inline void prefetch(const void*) {}
 

@@ -1,0 +1,124 @@
+// The thread pool: every task once, jobs in a row and from several callers, workers that parked.
+#include <atomic>
+#include <chrono>
+#include <thread>
+#include <vector>
+
+#include "base/array_pool.h"
+#include "base/error.h"
+#include "base/thread_pool.h"
+#include "kernels_support.h"
+
+namespace headrace::test {
+namespace {
+
+void test_every_task_runs_once(int32_t threads) {
+  ThreadPool pool(threads);
+  check(pool.num_threads() == threads);
+  for (int64_t count : {0, 1, 2, 7, 1000, 1'100'000}) {
+    std::vector<std::atomic<int8_t>> runs(static_cast<size_t>(count));
+    pool.run(count, [&](int64_t i) { runs[static_cast<size_t>(i)].fetch_add(1); });
+    for (const std::atomic<int8_t>& n : runs) check(n.load() == 1);
+  }
+}
+
+void test_ranges_cover(int32_t threads) {
+  ThreadPool pool(threads);
+  for (int64_t count : {0, 1, 5, 64, 1001}) {
+    for (int64_t grain : {1, 3, 2000}) {
+      std::vector<std::atomic<int8_t>> runs(static_cast<size_t>(count));
+      pool.run_ranges(count, grain, [&](int64_t begin, int64_t end) {
+        check(begin < end);
+        for (int64_t i = begin; i < end; ++i) runs[static_cast<size_t>(i)].fetch_add(1);
+      });
+      for (const std::atomic<int8_t>& n : runs) check(n.load() == 1);
+    }
+  }
+}
+
+// Short jobs back to back, so that workers come late to many of them.
+void test_many_short_jobs(int32_t threads) {
+  ThreadPool pool(threads);
+  int64_t total = 0;
+  for (int64_t job = 0; job < 20000; ++job) {
+    int64_t values[4] = {};
+    pool.run(4, [&](int64_t i) { values[i] = job + i; });
+    for (int64_t value : values) total += value;
+  }
+  check(total == 4 * (20000LL * 19999 / 2) + 20000 * 6);
+}
+
+void test_several_callers() {
+  ThreadPool pool(3);
+  std::vector<std::thread> callers;
+  std::atomic<int64_t> sum{0};
+  for (int caller = 0; caller < 4; ++caller) {
+    callers.emplace_back([&] {
+      for (int job = 0; job < 500; ++job) {
+        pool.run(8, [&](int64_t i) { sum.fetch_add(i); });
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  check(sum.load() == 4 * 500 * 28);
+}
+
+void test_parked_workers_wake() {
+  ThreadPool pool(3);
+  for (int round = 0; round < 5; ++round) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    std::atomic<int> inside{0};
+    // Three tasks that wait for each other: only three awake threads can finish them.
+    pool.run(3, [&](int64_t) {
+      inside.fetch_add(1);
+      while (inside.load() < 3) std::this_thread::yield();
+    });
+  }
+}
+
+void test_number_of_threads() {
+  set_num_threads(2);
+  const auto before = shared_pool();
+  check(before->num_threads() == 2);
+  set_num_threads(1);
+  check(shared_pool()->num_threads() == 1);
+  before->run(10, [](int64_t) {});  // still whole for who holds it
+  set_num_threads(0);
+  check(shared_pool()->num_threads() >= 1);
+  check(throws(ErrorKind::Config, [] { set_num_threads(-1); }));
+}
+
+void test_array_pool_reuses() {
+  ArrayPool pool;
+  void* first = pool.take(1000);
+  pool.give(first, 1000);
+  check(pool.take(1010) == first);  // the same size class
+  pool.give(first, 1010);
+  const int64_t held = pool.held_bytes();
+  check(held >= 1010 && held < 1300);
+  for (int64_t size : {1, 255, 256, 257, 4096, 5000, 1 << 20, (1 << 20) + 1}) {
+    void* buffer = pool.take(size);
+    std::memset(buffer, 1, static_cast<size_t>(size));
+    check(reinterpret_cast<uintptr_t>(buffer) % 64 == 0);
+    pool.give(buffer, size);
+  }
+  pool.trim();
+  check(pool.held_bytes() == 0);
+}
+
+}  // namespace
+}  // namespace headrace::test
+
+int main() {
+  using namespace headrace::test;
+  for (int32_t threads : {1, 2, 4}) {
+    test_every_task_runs_once(threads);
+    test_ranges_cover(threads);
+    test_many_short_jobs(threads);
+  }
+  test_several_callers();
+  test_parked_workers_wake();
+  test_number_of_threads();
+  test_array_pool_reuses();
+  return 0;
+}
