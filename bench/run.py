@@ -1,0 +1,190 @@
+"""Decode of a container beside the two limits of the machine: memory bandwidth and the drive.
+
+    headrace synth qwen3-30b-a3b big --layers 12
+    python bench/run.py big [--streamed 1536MiB] [--resident 8GiB] [--tokens 64] [--repeat 3]
+
+Beside each run, in the same minute, the limit it meets is measured: for the resident run, the
+pool's threads reading memory and doing nothing else; for the streamed run, direct reads of records at
+random places by as many plain threads as the engine has readers. Prints a row per run and the
+medians, with the machine, the commit and the share of time that the host stole: above 5 % a run is
+void. Weights read per token are the dense weights and one token's records. The resident model is
+filled by a first answer, which is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, Self
+
+import numpy as np
+
+from headrace import LLM, ExpertConfig, SamplingParams, _core
+from headrace.inspect import open_model
+
+READERS = 4
+PROBE_SECONDS = 2.0
+PROMPT = "The quick brown fox jumps over the lazy dog."
+
+
+def headrace(*arguments: str) -> dict[str, Any]:
+    """Run a command of headrace and take the JSON object it prints."""
+    code = "import sys; from headrace.cli import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments, "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return dict(json.loads(done.stdout))
+
+
+def memory_bandwidth() -> float:
+    """Bytes per second that the pool's threads read from 1 GiB, the best of five passes."""
+    memory = _core.aligned_empty(1 << 30)
+    memory.view(np.uint64)[:] = np.arange(memory.size // 8, dtype=np.uint64)
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        _core.read_bytes(memory)
+        times.append(time.perf_counter() - start)
+    return float(memory.size / min(times[1:]))
+
+
+def drive_bandwidth(model: Path) -> float:
+    """Bytes per second of direct reads of whole records, at random places, by plain threads."""
+    records = open_model(model)[1].records
+    if records is None or records.repack is not None:
+        raise SystemExit("the drive is measured on a container with experts")
+    length = records.layout.record_bytes
+    places = [(int(f), int(o)) for f, o in zip(records.file.flat, records.offset.flat, strict=True)]
+    order = np.random.default_rng(time.time_ns()).permutation(len(places))
+    handles = [os.open(file, os.O_RDONLY | os.O_DIRECT) for file in records.files]
+    counts = [0] * READERS
+    end = time.perf_counter() + PROBE_SECONDS
+
+    def read(thread: int) -> None:
+        buffer = mmap.mmap(-1, length)
+        for index in order[thread::READERS]:
+            if time.perf_counter() > end:
+                return
+            file, offset = places[index]
+            counts[thread] += os.preadv(handles[file], [buffer], offset)
+
+    start = time.perf_counter()
+    threads = [threading.Thread(target=read, args=(i,)) for i in range(READERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.perf_counter() - start
+    for handle in handles:
+        os.close(handle)
+    return sum(counts) / seconds
+
+
+class Steal:
+    """Share of processor time that the host took away inside the `with` block."""
+
+    share = 0.0
+
+    def __enter__(self) -> Self:
+        self._before = self._ticks()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        stolen, total = (
+            after - before for after, before in zip(self._ticks(), self._before, strict=True)
+        )
+        self.share = stolen / max(1, total)
+
+    @staticmethod
+    def _ticks() -> tuple[int, int]:
+        stat = Path("/proc/stat")
+        if not stat.exists():
+            return 0, 1
+        fields = [int(x) for x in stat.read_text().splitlines()[0].split()[1:]]
+        return fields[7], sum(fields[:8])
+
+
+def resident(model: Path, memory: str, tokens: int, repeat: int) -> None:
+    """Decode with every record in its slot: the first answer loads them, the next are measured."""
+    params = SamplingParams(max_tokens=tokens, temperature=0.0)
+    speeds, shares = [], []
+    with LLM(model, memory=memory, experts=ExpertConfig(history="off")) as llm:
+        if not llm.plan.is_resident:
+            raise SystemExit(f"{memory} does not hold every record of {model}")
+        weights = llm.plan.dense_bytes + llm.plan.cold_bytes_per_token
+        print(f"weights read per token: {weights / 1e6:.1f} MB")
+        llm.generate(PROMPT, params)
+        for _ in range(repeat):
+            with Steal() as steal:
+                before = memory_bandwidth()
+                receipt = llm.generate(PROMPT, params).receipt
+                limit = (before + memory_bandwidth()) / 2
+            assert receipt.expert_misses == 0, "a resident run read from the drive"
+            speed = receipt.decode_tokens_per_s or 0.0
+            speeds.append(speed)
+            shares.append(speed * weights / limit)
+            print(
+                f"  {speed:6.2f} tok/s = {speed * weights / 1e9:5.2f} GB/s, "
+                f"{shares[-1]:4.0%} of {limit / 1e9:.1f} GB/s read   steal {steal.share:.1%}"
+            )
+    print(f"  median {median(speeds):.2f} tok/s, {median(shares):.0%} of memory bandwidth")
+
+
+def streamed(model: Path, memory: str, tokens: int, repeat: int) -> None:
+    """Decode with a ceiling below the model, each run from an empty store in its own process."""
+    speeds, shares = [], []
+    for _ in range(repeat):
+        with Steal() as steal:
+            before = drive_bandwidth(model)
+            run = headrace(
+                "run", str(model), PROMPT, "--memory", memory, "--max-tokens", str(tokens),
+                "--temperature", "0", "--history", "off",
+            )  # fmt: skip
+            limit = (before + drive_bandwidth(model)) / 2
+        row = run["receipt"]
+        used = row["decode_bytes_read"] / row["decode_s"]
+        speeds.append(row["decode_tokens_per_s"])
+        shares.append(used / limit)
+        print(
+            f"  {speeds[-1]:6.2f} tok/s, {row['expert_hit_rate']:.0%} hit, "
+            f"{used / 1e9:4.2f} GB/s used, {shares[-1]:4.0%} of {limit / 1e9:.2f} GB/s, "
+            f"peak {row['peak_memory_bytes'] / 2**20:.0f} MiB   steal {steal.share:.1%}"
+        )
+    print(f"  median {median(speeds):.2f} tok/s, {median(shares):.0%} of the drive")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--streamed", default="1536MiB", help="ceiling of the streamed runs")
+    parser.add_argument("--resident", default="8GiB", help="ceiling of the resident run")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeat", type=int, default=5)
+    args = parser.parse_args()
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    print(f"{platform.machine()}, {os.cpu_count()} processors, {_core.isa()}, commit {commit}")
+    print(f"\nresident ({args.resident}), {args.tokens} tokens")
+    resident(args.model, args.resident, args.tokens, args.repeat)
+    print(f"\nstreamed ({args.streamed}), {args.tokens} tokens")
+    streamed(args.model, args.streamed, args.tokens, args.repeat)
+
+
+if __name__ == "__main__":
+    main()
