@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import headrace
 from headrace.errors import ConfigError
 from headrace.experts import History
 from headrace.experts.history import FILE_NAME, HALF_LIFE_TOKENS, default_path
@@ -143,6 +144,11 @@ def test_default_path_is_beside_the_model_or_in_the_cache(
     cached = default_path(tmp_path, "abc")
     assert cached.parent.name == "history"
     assert cached != default_path(tmp_path, "abd")
+
+
+def test_the_demo_keeps_its_history_out_of_the_package() -> None:
+    package = Path(headrace.__file__).parent
+    assert package not in default_path(package / "demo", "abc").parents
 
 
 def test_a_store_warms_from_its_history_and_adds_to_it(records: Records, tmp_path: Path) -> None:

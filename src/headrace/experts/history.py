@@ -30,10 +30,13 @@ HALF_LIFE_TOKENS = 100_000
 """Tokens after which a saved count weighs half: long against a conversation, short against a change
 of use. A choice, not a measurement; it only orders what is warmed first."""
 _MAX_FILE_BYTES = 256 << 20
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def default_path(model: Path, fingerprint: str) -> Path:
     """Return where a history lives: beside the model if that can be written, else in the cache.
+
+    The demo's lives in the cache, too: an installed package is no place for a user's data.
 
     Args:
         model: the checkpoint, a directory or a file.
@@ -41,7 +44,8 @@ def default_path(model: Path, fingerprint: str) -> Path:
     """
     folder = model if model.is_dir() else model.parent
     beside = folder / FILE_NAME if model.is_dir() else folder / f"{model.name}.{FILE_NAME}"
-    if os.access(beside if beside.exists() else folder, os.W_OK):
+    is_ours = _PACKAGE in folder.resolve().parents
+    if not is_ours and os.access(beside if beside.exists() else folder, os.W_OK):
         return beside
     name = hashlib.sha256(fingerprint.encode()).hexdigest()[:32]
     return Path(platformdirs.user_cache_dir("headrace")) / "history" / f"{name}.json"
