@@ -44,7 +44,7 @@ def default_path(model: Path, fingerprint: str) -> Path:
     """
     folder = model if model.is_dir() else model.parent
     beside = folder / FILE_NAME if model.is_dir() else folder / f"{model.name}.{FILE_NAME}"
-    is_ours = _PACKAGE in folder.resolve().parents
+    is_ours = folder.resolve().is_relative_to(_PACKAGE)
     if not is_ours and os.access(beside if beside.exists() else folder, os.W_OK):
         return beside
     name = hashlib.sha256(fingerprint.encode()).hexdigest()[:32]
