@@ -1,12 +1,28 @@
 #include "base/array_pool.h"
 
 #include <bit>
+#include <cstring>
 #include <new>
 
 namespace headrace {
 namespace {
 
 constexpr std::align_val_t kAlignment{64};
+constexpr int64_t kHeaderBytes = 64;  // before each buffer: its size
+
+void* start_of(void* buffer) { return static_cast<std::byte*>(buffer) - kHeaderBytes; }
+
+int64_t size_of(void* buffer) {
+  int64_t size = 0;
+  std::memcpy(&size, start_of(buffer), sizeof size);
+  return size;
+}
+
+void* make_buffer(int64_t size) {
+  void* start = ::operator new(static_cast<std::size_t>(kHeaderBytes + size), kAlignment);
+  std::memcpy(start, &size, sizeof size);
+  return static_cast<std::byte*>(start) + kHeaderBytes;
+}
 
 }  // namespace
 
@@ -24,16 +40,17 @@ void* ArrayPool::take(int64_t num_bytes) {
   const int64_t size = rounded(num_bytes);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<void*>& list = free_[size];
-    if (!list.empty()) {
-      void* buffer = list.back();
-      list.pop_back();
+    for (auto list = free_.lower_bound(size); list != free_.end(); ++list) {
+      if (list->first > 2 * size) break;
+      if (list->second.empty()) continue;
+      void* buffer = list->second.back();
+      list->second.pop_back();
       return buffer;
     }
     held_bytes_ += size;
   }
   try {
-    return ::operator new(static_cast<std::size_t>(size), kAlignment);
+    return make_buffer(size);
   } catch (...) {
     const std::lock_guard<std::mutex> lock(mutex_);
     held_bytes_ -= size;
@@ -41,10 +58,9 @@ void* ArrayPool::take(int64_t num_bytes) {
   }
 }
 
-void ArrayPool::give(void* buffer, int64_t num_bytes) {
-  const int64_t size = rounded(num_bytes);
+void ArrayPool::give(void* buffer) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  free_[size].push_back(buffer);
+  free_[size_of(buffer)].push_back(buffer);
 }
 
 int64_t ArrayPool::held_bytes() const {
@@ -55,14 +71,14 @@ int64_t ArrayPool::held_bytes() const {
 void ArrayPool::trim() {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (auto& [size, list] : free_) {
-    for (void* buffer : list) ::operator delete(buffer, kAlignment);
+    for (void* buffer : list) ::operator delete(start_of(buffer), kAlignment);
     held_bytes_ -= size * static_cast<int64_t>(list.size());
     list.clear();
   }
 }
 
 ArrayPool& ArrayPool::shared() {
-  // Never destroyed: arrays may outlive every static object at interpreter exit.
+  // Never destroyed: arrays may outlive every static object at the interpreter's exit.
   static ArrayPool* pool = new ArrayPool;
   return *pool;
 }

@@ -16,7 +16,7 @@ class ArrayPool {
   ~ArrayPool();
 
   void* take(int64_t num_bytes);
-  void give(void* buffer, int64_t num_bytes);
+  void give(void* buffer);
 
   int64_t held_bytes() const;  // in use and free
   void trim();                 // returns the free buffers to the system
@@ -27,7 +27,7 @@ class ArrayPool {
   static int64_t rounded(int64_t num_bytes);
 
   mutable std::mutex mutex_;
-  std::map<int64_t, std::vector<void*>> free_;
+  std::map<int64_t, std::vector<void*>> free_;  // by the buffers' own size
   int64_t held_bytes_ = 0;
 };
 
@@ -38,7 +38,7 @@ class PoolBuffer {
   explicit PoolBuffer(int64_t count)
       : count_(count), data_(static_cast<T*>(ArrayPool::shared().take(bytes()))) {}
   ~PoolBuffer() {
-    if (data_ != nullptr) ArrayPool::shared().give(data_, bytes());
+    if (data_ != nullptr) ArrayPool::shared().give(data_);
   }
   PoolBuffer(PoolBuffer&& other) noexcept : count_(other.count_), data_(other.data_) {
     other.data_ = nullptr;

@@ -36,9 +36,11 @@ template <class Array>
 std::string shape_text(const Array& array) {
   std::string text = "[";
   for (size_t i = 0; i < array.ndim(); ++i) {
-    text += (i > 0 ? ", " : "") + std::to_string(array.shape(i));
+    if (i > 0) text += ", ";
+    text += std::to_string(array.shape(i));
   }
-  return text + "]";
+  text += "]";
+  return text;
 }
 
 template <class Array>
@@ -69,7 +71,8 @@ auto checked(const Array& array, const char* op, const char* name,
   bool is_right = array.ndim() == sizes.size();
   size_t i = 0;
   for (int64_t size : sizes) {
-    wanted += (i > 0 ? ", " : "") + (size == kAnySize ? std::string("any") : std::to_string(size));
+    if (i > 0) wanted += ", ";
+    wanted += size == kAnySize ? std::string("any") : std::to_string(size);
     is_right = is_right && (size == kAnySize || static_cast<int64_t>(array.shape(i)) == size);
     ++i;
   }
@@ -103,33 +106,22 @@ struct Result {
       shape[ndim++] = static_cast<size_t>(size);
       count *= size;
     }
-    num_bytes = count * static_cast<int64_t>(sizeof(T));
-    data = static_cast<T*>(ArrayPool::shared().take(num_bytes));
+    data = static_cast<T*>(ArrayPool::shared().take(count * static_cast<int64_t>(sizeof(T))));
   }
   ~Result() {
-    if (data != nullptr) ArrayPool::shared().give(data, num_bytes);
+    if (data != nullptr) ArrayPool::shared().give(data);
   }
   Result(const Result&) = delete;
   Result& operator=(const Result&) = delete;
 
   NumpyArray<T> array() {
-    struct Held {
-      void* data;
-      int64_t num_bytes;
-    };
-    auto* held = new Held{data, num_bytes};  // owned by the capsule
-    nb::capsule owner(held, [](void* p) noexcept {
-      auto* h = static_cast<Held*>(p);
-      ArrayPool::shared().give(h->data, h->num_bytes);
-      delete h;
-    });
+    nb::capsule owner(data, [](void* p) noexcept { ArrayPool::shared().give(p); });
     T* elements = data;
     data = nullptr;
     return NumpyArray<T>(elements, ndim, shape, owner);
   }
 
   T* data = nullptr;
-  int64_t num_bytes = 0;
   size_t shape[4] = {};
   size_t ndim = 0;
 };

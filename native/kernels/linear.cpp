@@ -1,5 +1,6 @@
 #include "kernels/linear.h"
 
+#include <algorithm>
 #include <atomic>
 #include <string>
 #include <vector>
@@ -65,19 +66,31 @@ LinearArgs block_args(const MatrixView& matrix, int64_t begin, int64_t end, floa
 
 namespace {
 
-// One thread's share of a matrix should be worth a wake-up: about 32 KiB of weights per range.
-int64_t blocks_per_range(const MatrixView& matrix) {
-  const int64_t bytes = matrix.block_bytes();
-  const int64_t blocks = 32768 / (bytes > 0 ? bytes : 1);
-  return blocks > 4 ? blocks / 4 * 4 : 4;
+// One matrix of a call and its part of the tasks.
+struct Share {
+  const MatrixView* matrix;
+  const QuantisedRows* input;  // null for a floating format
+  float* out;
+  int64_t first_task, num_ranges;
+};
+
+// A task should be worth a wake-up, about 32 KiB of weights, and a thread that loses its core
+// should not hold up the others for long: a few tasks per thread.
+int64_t ranges_of(const MatrixView& matrix, int32_t num_threads) {
+  if (num_threads == 1) return 1;
+  const int64_t worth = (matrix.nbytes() + 32767) / 32768;
+  const int64_t most = (matrix.num_blocks() + 3) / 4;  // float kernels take four blocks at once
+  return std::max<int64_t>(1, std::min({worth, most, int64_t{num_threads} * 4}));
 }
 
 }  // namespace
 
 void linears(ThreadPool& pool, const float* x, int32_t num_rows,
              std::span<const MatrixView> matrices, std::span<float* const> out, const char* op) {
-  std::vector<QuantisedRows> inputs;
-  const KernelTable& table = kernels();
+  std::vector<QuantisedRows> inputs;  // one per distinct group
+  inputs.reserve(matrices.size());
+  std::vector<Share> shares;
+  int64_t num_tasks = 0;
   for (size_t i = 0; i < matrices.size(); ++i) {
     const MatrixView& matrix = matrices[i];
     const QuantisedRows* input = nullptr;
@@ -86,18 +99,29 @@ void linears(ThreadPool& pool, const float* x, int32_t num_rows,
         if (known.group() == matrix.group) input = &known;
       }
       if (input == nullptr) {
-        inputs.push_back(QuantisedRows::of(pool, x, num_rows, matrix.cols, matrix.group, op));
-        input = &inputs.back();
+        input = &inputs.emplace_back(
+            QuantisedRows::of(pool, x, num_rows, matrix.cols, matrix.group, op));
       }
     }
-    pool.run_ranges(matrix.num_blocks(), blocks_per_range(matrix), [&](int64_t begin, int64_t end) {
-      LinearArgs args = block_args(matrix, begin, end, out[i]);
-      args.x = x;
-      args.num_rows = num_rows;
-      if (input != nullptr) input->bind(args);
-      table.linear[static_cast<int>(matrix.format)](args);
-    });
+    shares.push_back({&matrix, input, out[i], num_tasks, ranges_of(matrix, pool.num_threads())});
+    num_tasks += shares.back().num_ranges;
   }
+  // One job for all matrices: a wake-up and a wait each would cost a small model more than its
+  // work.
+  const KernelTable& table = kernels();
+  pool.run(num_tasks, [&](int64_t task) {
+    size_t i = shares.size() - 1;
+    while (shares[i].first_task > task) --i;
+    const Share& share = shares[i];
+    const int64_t range = task - share.first_task;
+    const int64_t blocks = share.matrix->num_blocks();
+    LinearArgs args = block_args(*share.matrix, blocks * range / share.num_ranges,
+                                 blocks * (range + 1) / share.num_ranges, share.out);
+    args.x = x;
+    args.num_rows = num_rows;
+    if (share.input != nullptr) share.input->bind(args);
+    table.linear[static_cast<int>(share.matrix->format)](args);
+  });
 }
 
 }  // namespace headrace

@@ -14,8 +14,9 @@
 namespace headrace {
 namespace {
 
-// Rows computed together: enough to fill every tile, few enough that the work buffers stay small.
-constexpr int32_t kMaxBatchRows = 4096;
+// Rows computed together: enough to share among threads, few enough that the work buffers stay in
+// cache and records are given back soon.
+constexpr int32_t kMaxBatchRows = 512;
 
 [[noreturn]] void throw_not_finite(const char* op, const char* where) {
   throw Error(ErrorKind::Numeric, std::string(op) + ": NaN or infinity in " + where);
@@ -70,7 +71,17 @@ class ExpertPass {
  public:
   ExpertPass(ThreadPool& pool, const RoutedTokens& tokens, const Routing& routing,
              const ExpertLayout& layout)
-      : pool_(pool), table_(kernels()), tokens_(tokens), routing_(routing), layout_(layout) {
+      : pool_(pool),
+        table_(kernels()),
+        tokens_(tokens),
+        routing_(routing),
+        layout_(layout),
+        gate_(most_rows(routing) * layout.gate.rows),
+        up_(most_rows(routing) * layout.gate.rows) {
+    if (is_quantised(layout.down.format)) {
+      hidden_.emplace(static_cast<int32_t>(most_rows(routing)), layout.down.cols,
+                      layout.down.group);
+    }
     if (is_quantised(layout.gate.format)) {
       for_gate_.emplace(QuantisedRows::of(pool, tokens.x, tokens.num_tokens, tokens.hidden,
                                           layout.gate.group, "moe_ffn"));
@@ -83,20 +94,21 @@ class ExpertPass {
 
   // results: [T * A, D], row t * A + a.
   void compute(const Batch& batch, const RecordFeed& feed, float* results) {
-    const int64_t inner = layout_.gate.rows;
-    PoolBuffer<float> gate(batch.num_rows * inner);
-    PoolBuffer<float> up(batch.num_rows * inner);
-    gate_and_up(batch, feed, gate.get(), up.get());
-    if (is_quantised(layout_.down.format)) {
-      QuantisedRows hidden(batch.num_rows, layout_.down.cols, layout_.down.group);
-      quantise_hidden(batch, gate.get(), hidden);
-      down(batch, feed, gate.get(), &hidden, results);
-    } else {
-      down(batch, feed, gate.get(), nullptr, results);
-    }
+    gate_and_up(batch, feed);
+    if (hidden_) quantise_hidden(batch);
+    down(batch, feed, results);
   }
 
  private:
+  // Of any batch: one expert's rows are never split.
+  static int64_t most_rows(const Routing& routing) {
+    int32_t most = kMaxBatchRows;
+    for (size_t i = 0; i + 1 < routing.first.size(); ++i) {
+      most = std::max(most, routing.rows_of(static_cast<int32_t>(i)));
+    }
+    return std::min<int64_t>(most, static_cast<int64_t>(routing.tokens.size()));
+  }
+
   int32_t group_for_gate() const { return for_gate_ ? for_gate_->group() : 0; }
 
   // Tasks are (expert, range of blocks), so that two threads share one expert's rows evenly.
@@ -113,19 +125,20 @@ class ExpertPass {
     });
   }
 
-  void gate_and_up(const Batch& batch, const RecordFeed& feed, float* gate, float* up) {
+  void gate_and_up(const Batch& batch, const RecordFeed& feed) {
     const int64_t inner = layout_.gate.rows;
     over_blocks(batch, layout_.gate, [&](int32_t i, int64_t begin, int64_t end) {
       const int32_t expert = batch.experts[i];
       const int64_t offset = batch.first_row[i] * inner;
-      multiply(layout_.gate, feed.data(expert), expert, begin, end, for_gate_, gate + offset);
+      multiply(layout_.gate, feed.data(expert), expert, begin, end, for_gate_,
+               gate_.get() + offset);
       multiply(layout_.up, feed.data(expert), expert, begin, end, for_up_ ? for_up_ : for_gate_,
-               up + offset);
+               up_.get() + offset);
       const int64_t from = begin * kBlockOutputs;
       const int64_t count = std::min<int64_t>(end * kBlockOutputs, inner) - from;
       for (int32_t row = 0; row < routing_.rows_of(expert); ++row) {
-        float* g = gate + offset + row * inner + from;
-        table_.silu_mul(g, up + offset + row * inner + from, count, g);
+        float* g = gate_.get() + offset + row * inner + from;
+        table_.silu_mul(g, up_.get() + offset + row * inner + from, count, g);
       }
     });
   }
@@ -140,19 +153,18 @@ class ExpertPass {
     table_.linear[static_cast<int>(matrix.format)](args);
   }
 
-  void quantise_hidden(const Batch& batch, const float* hidden, QuantisedRows& out) {
+  void quantise_hidden(const Batch& batch) {
     std::atomic<bool> is_bad{false};
     pool_.run_ranges(batch.num_rows, 4, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
-        const float* x = hidden + row * layout_.down.cols;
-        if (!out.quantise(table_, x, static_cast<int32_t>(row))) is_bad.store(true);
+        const float* x = gate_.get() + row * layout_.down.cols;
+        if (!hidden_->quantise(table_, x, static_cast<int32_t>(row))) is_bad.store(true);
       }
     });
     if (is_bad.load()) throw_not_finite("moe_ffn", "the activation of an expert");
   }
 
-  void down(const Batch& batch, const RecordFeed& feed, const float* hidden,
-            const QuantisedRows* quantised, float* results) {
+  void down(const Batch& batch, const RecordFeed& feed, float* results) {
     over_blocks(batch, layout_.down, [&](int32_t i, int64_t begin, int64_t end) {
       const int32_t expert = batch.experts[i];
       std::vector<int32_t>& rows = scratch_rows();
@@ -160,8 +172,8 @@ class ExpertPass {
       std::iota(rows.begin(), rows.end(), batch.first_row[i]);
       LinearArgs args =
           block_args(MatrixView::of(layout_.down, feed.data(expert)), begin, end, results);
-      args.x = hidden;
-      if (quantised != nullptr) quantised->bind(args);
+      args.x = gate_.get();
+      if (hidden_) hidden_->bind(args);
       args.num_rows = routing_.rows_of(expert);
       args.in_rows = rows.data();
       args.out_rows = routing_.places.data() + routing_.first[expert];
@@ -183,6 +195,8 @@ class ExpertPass {
   const Routing& routing_;
   const ExpertLayout& layout_;
   std::optional<QuantisedRows> for_gate_, for_up_;
+  PoolBuffer<float> gate_, up_;  // [rows of a batch, F]; gate_ becomes silu(gate) * up
+  std::optional<QuantisedRows> hidden_;
 };
 
 // ---- the sum

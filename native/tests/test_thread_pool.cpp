@@ -1,6 +1,7 @@
 // The thread pool: every task once, jobs in a row and from several callers, workers that parked.
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <thread>
 #include <vector>
 
@@ -91,16 +92,21 @@ void test_number_of_threads() {
 void test_array_pool_reuses() {
   ArrayPool pool;
   void* first = pool.take(1000);
-  pool.give(first, 1000);
+  pool.give(first);
   check(pool.take(1010) == first);  // the same size class
-  pool.give(first, 1010);
+  pool.give(first);
+  check(pool.take(600) == first);  // less than twice what is asked for
+  pool.give(first);
   const int64_t held = pool.held_bytes();
   check(held >= 1010 && held < 1300);
+  void* small = pool.take(300);
+  check(small != first);
+  pool.give(small);
   for (int64_t size : {1, 255, 256, 257, 4096, 5000, 1 << 20, (1 << 20) + 1}) {
     void* buffer = pool.take(size);
     std::memset(buffer, 1, static_cast<size_t>(size));
     check(reinterpret_cast<uintptr_t>(buffer) % 64 == 0);
-    pool.give(buffer, size);
+    pool.give(buffer);
   }
   pool.trim();
   check(pool.held_bytes() == 0);
