@@ -72,6 +72,10 @@ def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 @dataclass(frozen=True)
 class ExpertConfig:
     """How experts are read and remembered; never changes a token."""
@@ -256,6 +260,7 @@ class SamplingParams:
             isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop),
             "stop", "a tuple of texts, none empty", self.stop,
         )  # fmt: skip
+        _require(all(_is_unicode(s) for s in self.stop), "stop", "valid Unicode", self.stop)
         _require(
             isinstance(self.stop_ids, tuple) and all(_is_count(i, 0) for i in self.stop_ids),
             "stop_ids", "a tuple of token ids", self.stop_ids,

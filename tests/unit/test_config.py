@@ -58,6 +58,7 @@ def test_memory_may_be_auto() -> None:
         {"seed": -1},
         {"seed": 1 << 63},
         {"stop": ("",)},
+        {"stop": ("\udcff",)},
         {"stop": "text"},
         {"stop_ids": (-1,)},
         {"logprobs": 21},

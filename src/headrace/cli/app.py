@@ -52,6 +52,7 @@ def main() -> None:
 
 def _run(arguments: list[str]) -> int:
     try:
+        _require_utf8(arguments)
         status = app(arguments, standalone_mode=False)
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
@@ -75,6 +76,17 @@ def _run(arguments: list[str]) -> int:
             f"unexpected {type(error).__name__}: {error}\n"
             "hint: this is a bug in headrace; HEADRACE_DEBUG=1 shows where"
         )
+
+
+def _require_utf8(arguments: list[str]) -> None:
+    """Refuse bytes that are no text once, here: half of what takes names and prompts cannot."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise typer.BadParameter(
+                f"an argument is not valid UTF-8: {os.fsencode(argument)!r}"
+            ) from None
 
 
 def _fail(message: str) -> int:

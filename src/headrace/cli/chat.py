@@ -161,7 +161,7 @@ class Session:
             Path(name).expanduser().write_text(
                 json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8"
             )
-        except OSError as error:
+        except (OSError, ValueError, RuntimeError) as error:  # or the name is no path
             say(f"headrace: conversation not saved: {error}", style="")
             return
         say(f"saved {len(self.messages)} messages to {name}")

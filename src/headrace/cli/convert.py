@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.options import usage
+
 
 def command(
     source: Annotated[Path, typer.Argument(help="a Hugging Face checkpoint directory")],
@@ -22,7 +24,8 @@ def command(
     from headrace.convert import Progress, Recipe, convert
     from headrace.metrics import format_bytes
 
-    recipe = Recipe(experts=experts, dense=dense, group=group)
+    with usage():
+        recipe = Recipe(experts=experts, dense=dense, group=group)
     with byte_progress(sys.stderr.isatty()) as show:
 
         def tell(progress: Progress) -> None:

@@ -4,6 +4,7 @@
 finished objects as `engine` and `sampling`.
 """
 
+import contextlib
 import functools
 import inspect
 import typing
@@ -117,14 +118,22 @@ def _build(config: type, values: dict[str, Any], **more: Any) -> Any:
     for item in fields(config):
         if item.default == () and item.name in taken:
             taken[item.name] = tuple(taken[item.name] or ())
-    return config(**taken, **more)
+    with usage():
+        return config(**taken, **more)
+
+
+@contextlib.contextmanager
+def usage() -> Iterator[None]:
+    """Make an option that is out of range wrong usage: it comes from the command line here."""
+    try:
+        yield
+    except ConfigError as error:
+        raise typer.BadParameter(str(error).replace("\n", "; ")) from None
 
 
 def _parsed(parse: Callable[[str], Any], text: str) -> Any:
-    try:
+    with usage():
         return parse(text)
-    except ConfigError as error:
-        raise typer.BadParameter(str(error).replace("\n", "; ")) from None
 
 
 def _count_or_auto(text: str) -> int | str:

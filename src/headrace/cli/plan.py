@@ -5,16 +5,13 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.options import Json, takes
+from headrace.cli.options import Json, takes, usage
 from headrace.config import EngineConfig, parse_bytes
-from headrace.errors import ConfigError
 
 
 def _rate(text: str) -> float:
-    try:
+    with usage():
         return float(parse_bytes(text.removesuffix("/s")))
-    except ConfigError as error:
-        raise typer.BadParameter(str(error).replace("\n", "; ")) from None
 
 
 @takes(EngineConfig)

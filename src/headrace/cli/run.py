@@ -77,7 +77,7 @@ def _model_and_prompt(first: str | None, second: str | None) -> tuple[str, str]:
     prompt = DEFAULT_PROMPT if second is None else second
     if prompt == "-":
         prompt = sys.stdin.read()
-    return first or DEMO, prompt
+    return DEMO if first is None else first, prompt
 
 
 def _start(

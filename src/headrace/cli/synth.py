@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.options import usage
+
 
 def command(
     shape: Annotated[str, typer.Argument(help="a named model, such as qwen3-30b-a3b")],
@@ -28,10 +30,12 @@ def command(
     from headrace.checkpoint.layout import Recipe
     from headrace.cli.report import byte_progress, say
     from headrace.metrics import format_bytes
-    from headrace.synth import find_shape, synthesize
+    from headrace.synth import find_shape, require_arguments, synthesize
 
-    recipe = Recipe(experts=experts, dense=dense, group=group)
-    chosen = find_shape(shape).with_layers(layers)
+    with usage():
+        require_arguments(format, seed)
+        recipe = Recipe(experts=experts, dense=dense, group=group)
+        chosen = find_shape(shape).with_layers(layers)
     with byte_progress(sys.stderr.isatty()) as show:
         report = synthesize(chosen, dest, recipe=recipe, seed=seed, format=format, progress=show)
     if report.already_done:

@@ -5,6 +5,6 @@ trained models; `model.py` says how, and what was measured.
 """
 
 from headrace.synth.shapes import SHAPES, SynthShape, find_shape
-from headrace.synth.write import SynthReport, synthesize
+from headrace.synth.write import SynthReport, require_arguments, synthesize
 
-__all__ = ["SHAPES", "SynthReport", "SynthShape", "find_shape", "synthesize"]
+__all__ = ["SHAPES", "SynthReport", "SynthShape", "find_shape", "require_arguments", "synthesize"]

@@ -60,6 +60,14 @@ class SynthReport:
     already_done: bool
 
 
+def require_arguments(format: str, seed: int) -> None:
+    """Raise ConfigError unless `synthesize` takes these."""
+    if format not in FORMATS:
+        raise ConfigError(f"unknown format: {format!r}\nexpected one of {', '.join(FORMATS)}")
+    if seed < 0:
+        raise ConfigError(f"seed is negative: {seed}")
+
+
 def synthesize(
     shape: SynthShape,
     dest: Path,
@@ -85,10 +93,7 @@ def synthesize(
         ConfigError: the destination exists, or an argument is out of range.
         CheckpointError: the drive is full.
     """
-    if format not in FORMATS:
-        raise ConfigError(f"unknown format: {format!r}\nexpected one of {', '.join(FORMATS)}")
-    if seed < 0:
-        raise ConfigError(f"seed is negative: {seed}")
+    require_arguments(format, seed)
     dest = dest.absolute()
     binding = {
         "version": FORMAT_VERSION,
