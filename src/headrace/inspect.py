@@ -26,7 +26,13 @@ from headrace.checkpoint.records import FLOAT_FORMATS
 from headrace.checkpoint.safetensors import TensorEntry
 from headrace.checkpoint.values import bytes_checksum, check_finite, read_range
 from headrace.errors import CheckpointError
-from headrace.models.registry import dense_names, embedding_name, expert_names, load_spec
+from headrace.models.registry import (
+    check_weights,
+    dense_names,
+    embedding_name,
+    expert_names,
+    load_spec,
+)
 from headrace.models.spec import ModelSpec
 
 PIECE_BYTES = 64 << 20
@@ -34,13 +40,15 @@ PIECE_BYTES = 64 << 20
 
 
 def open_model(path: Path) -> tuple[ModelSpec, Checkpoint]:
-    """Open a checkpoint of any kind together with its spec.
+    """Open a checkpoint of any kind together with its spec, and compare the two.
 
     Raises:
         CheckpointError, ConfigError, UnsupportedModelError: as `load_spec` and `open_checkpoint`.
     """
     spec = load_spec(read_config(path))
-    return spec, open_checkpoint(path, expert_names(spec))
+    checkpoint = open_checkpoint(path, expert_names(spec))
+    check_weights(spec, checkpoint)
+    return spec, checkpoint
 
 
 def describe(path: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from headrace.config import (
 from headrace.engine.loop import EngineLoop
 from headrace.engine.sequence import Sequence as TokenSequence
 from headrace.engine.sequence import State, TokenLogprob
-from headrace.errors import CheckpointError, RequestError
+from headrace.errors import CheckpointError, ConfigError, RequestError
 from headrace.experts import ExpertStore, History
 from headrace.experts.history import default_path
 from headrace.inspect import open_model
@@ -104,6 +104,7 @@ class LLM:
         self.spec, self.checkpoint = open_model(self.path)
         self.tokenizer = Tokenizer.of(self.checkpoint)
         self.generation_config = self.checkpoint.generation_config
+        self._end_ids()  # wrong ones are said now, not at the first answer
         self._load()
 
     def _set_up_kernels(self) -> None:
@@ -159,6 +160,19 @@ class LLM:
         return ExpertStore(
             records, num_slots=self.plan.num_slots, readers=self.config.experts, history=history
         )
+
+    def _end_ids(self) -> frozenset[int]:
+        own: Any = self.generation_config.get("eos_token_id")
+        if own is None:
+            own = [*self.spec.eos_token_ids]
+            own += [] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id]
+        own = own if isinstance(own, list) else [own]
+        if not all(type(i) is int and i >= 0 for i in own):
+            raise ConfigError(
+                "generation_config.json: field `eos_token_id` must be an id or a list of ids\n"
+                f"got {own!r}"
+            )
+        return frozenset(own)
 
     # Answers
 
@@ -283,12 +297,7 @@ class LLM:
 
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """The ids that end an answer: the model's unless ignored, and the caller's."""
-        own: Any = self.generation_config.get("eos_token_id")
-        if own is None:
-            own = [*self.spec.eos_token_ids]
-            own += [] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id]
-        own = own if isinstance(own, list) else [own]
-        return frozenset(params.stop_ids) | frozenset(() if params.ignore_eos else own)
+        return frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else self._end_ids())
 
     def _receipt(self, sequence: TokenSequence) -> Receipt:
         usage = sequence.usage
@@ -444,24 +453,32 @@ def resolve_model(model: str | Path) -> Path:
                 f"this installation holds no demo model: {path}\nhint: name a checkpoint"
             )
         return path
-    path = Path(model).expanduser()
-    if not path.exists():
+    found = _expanded(model)
+    if found is None:
         is_id = _HUB_ID.fullmatch(str(model)) is not None
         raise CheckpointError(
             f"no such model: {model}\nexpected a directory, a GGUF file or `{DEMO}`"
             + ("\nhint: download the repository and give its folder" if is_id else "")
         )
-    return path
+    return found
 
 
 def is_model_name(text: str) -> bool:
     """Whether a word names a model and is no prompt: it exists, or looks like an id or path."""
+    if not text:
+        return False
     if text == DEMO or _HUB_ID.fullmatch(text) or text.startswith(("./", "../", "/", "~/")):
         return True
+    return _expanded(text) is not None
+
+
+def _expanded(model: str | Path) -> Path | None:
+    """The path a name stands for if something is there; no name is not the working folder."""
     try:
-        return Path(text).expanduser().exists()
-    except (OSError, ValueError, RuntimeError):  # too long for a path, or not one
-        return False
+        path = Path(model).expanduser()
+        return path if str(model) and path.exists() else None
+    except (OSError, ValueError, RuntimeError):  # too long, no path at all, the home of nobody
+        return None
 
 
 def open_history(path: Path, checkpoint: Checkpoint, config: EngineConfig) -> History | None:

@@ -1,5 +1,7 @@
 """The Python interface on a tiny real model: results do not depend on how it is run."""
 
+import json
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -8,15 +10,17 @@ from typing import Any
 import pytest
 
 from headrace import _core, ops
-from headrace.config import ExpertConfig, SamplingParams
+from headrace.config import EngineConfig, ExpertConfig, SamplingParams
 from headrace.errors import (
     CheckpointError,
     ConfigError,
+    EngineError,
     ExpertReadError,
     MemoryBudgetError,
     RequestError,
 )
-from headrace.llm import LLM
+from headrace.inspect import describe
+from headrace.llm import LLM, plan_model
 
 OFF = ExpertConfig(history="off")
 PROMPTS = ["hello there, this is a prompt", "ok", "the other one " * 4]
@@ -232,6 +236,50 @@ def test_what_cannot_be_is_refused_at_the_door(tiny: Path, tmp_path: Path) -> No
         LLM(tmp_path / "missing")
     with pytest.raises(CheckpointError, match=r"hint: download"):
         LLM("owner/name")
+
+
+def damaged(tiny: Path, folder: Path, shard: str, change: Any) -> Path:
+    """A copy of the tiny checkpoint whose header of one shard `change` has edited."""
+    shutil.copytree(tiny, folder)
+    data = (folder / shard).read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    change(header)
+    text = json.dumps(header).encode()
+    (folder / shard).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shape": [48, 120]}, "wrong shape"),
+        ({"shape": [5760]}, "wrong shape"),
+        ({"dtype": "I16"}, "dtype I16"),
+    ],
+)
+def test_headers_that_do_not_fit_the_config_are_refused_before_anything_is_planned(
+    tiny: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    shard = "model-00001-of-00002.safetensors"
+    path = damaged(tiny, tmp_path / "bad", shard, lambda h: h["lm_head.weight"].update(change))
+    for attempt in (
+        lambda: plan_model(path, EngineConfig()),
+        lambda: describe(path),
+        lambda: LLM(path),
+    ):
+        with pytest.raises(EngineError, match=f"(?s)({message}.*lm_head|lm_head.*{message})"):
+            attempt()
+
+
+@pytest.mark.parametrize("wrong", ['"x"', "[[1]]", "-1", "true", "{}"])
+def test_end_ids_that_are_no_ids_are_refused_at_start(
+    tiny: Path, tmp_path: Path, wrong: str
+) -> None:
+    shutil.copytree(tiny, tmp_path / "bad")
+    (tmp_path / "bad" / "generation_config.json").write_text(f'{{"eos_token_id": {wrong}}}')
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        LLM(tmp_path / "bad")
 
 
 def test_public_names_are_there_and_no_others() -> None:

@@ -143,6 +143,10 @@ class Checkpoint(ABC):
             raise CheckpointError(f"tensor is missing: {name}, checkpoint {self.path}")
         return found
 
+    def require_readable(self, name: str) -> None:
+        """Raise UnsupportedModelError if a dense tensor is of a dtype that is not read."""
+        self.info(name)  # most kinds refuse such a tensor when they are opened
+
     @abstractmethod
     def load_matrix(self, name: str, format: str | None = None) -> Matrix:
         """Load a matrix, packed.
@@ -194,6 +198,8 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: missing or malformed.
     """
+    if not path.exists():
+        raise CheckpointError(f"no such file or directory: {path}")
     if not (path / CONFIG_NAME).is_file():
         raise CheckpointError(
             f"no {CONFIG_NAME}: {path}\n"

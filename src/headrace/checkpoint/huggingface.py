@@ -111,6 +111,10 @@ class HuggingFaceCheckpoint(Checkpoint):
             )
         return entry
 
+    def require_readable(self, name: str) -> None:
+        """See `Checkpoint.require_readable`; an unused tensor may be of any dtype."""
+        self.entry(name)
+
     def load_matrix(self, name: str, format: str | None = None) -> Matrix:
         """Load and interleave a matrix; see `Checkpoint.load_matrix`."""
         entry = self.entry(name)

@@ -20,9 +20,8 @@ from headrace.checkpoint.layout import (
 from headrace.checkpoint.records import FLOAT_FORMATS, RecordLayout, make_record_layout
 from headrace.errors import CheckpointError, UnsupportedModelError
 from headrace.models.names import NameTable
-from headrace.models.registry import REGISTRY, expert_names, load_spec
+from headrace.models.registry import REGISTRY, check_weights, expert_names, load_spec
 from headrace.models.spec import ModelSpec
-from headrace.models.weights import Weights
 
 MANIFEST_BYTES_PER_RECORD = 24
 MANIFEST_BYTES_PER_TENSOR = 512
@@ -80,8 +79,8 @@ def make_plan(path: Path, recipe: Recipe) -> ConvertPlan:
             f"source is no Hugging Face checkpoint but a {source.kind}: {path}\n"
             "hint: it runs as it is; to store it otherwise, convert from the original weights"
         )
-    architecture = REGISTRY[spec.model_type]
-    Weights(source, architecture.names).check(architecture.parameters(spec), spec)
+    check_weights(spec, source)
+    names = REGISTRY[spec.model_type].names
     tables = [t for t in (source.records, source.mtp_records) if t is not None]
     layout = None
     if tables:
@@ -100,7 +99,7 @@ def make_plan(path: Path, recipe: Recipe) -> ConvertPlan:
         source=source,
         model_type=spec.model_type,
         recipe=recipe,
-        tensors=tuple(_plan_dense(source, architecture.names, spec, recipe)),
+        tensors=tuple(_plan_dense(source, names, spec, recipe)),
         layers=tuple(layer for t in tables for layer in t.layers),
         num_experts=tables[0].num_experts if tables else 0,
         layout=layout,

@@ -16,7 +16,7 @@ from headrace.models.olmoe import Olmoe
 from headrace.models.qwen3 import Qwen3
 from headrace.models.qwen3_moe import Qwen3Moe
 from headrace.models.spec import ModelSpec
-from headrace.models.weights import names_of
+from headrace.models.weights import Weights, names_of
 
 REGISTRY: Mapping[str, type[Decoder]] = {
     "llama": Llama,
@@ -62,6 +62,17 @@ def dense_names(spec: ModelSpec) -> tuple[str, ...]:
 def embedding_name(spec: ModelSpec) -> str:
     """Name of the embedding table, which may stay on the drive unless the head is tied to it."""
     return REGISTRY[spec.model_type].names.name("embed_tokens")
+
+
+def check_weights(spec: ModelSpec, checkpoint: Checkpoint) -> None:
+    """Compare a checkpoint's headers with `spec`; reads no weights.
+
+    Raises:
+        CheckpointError: a tensor is missing, misshapen or belongs to no role.
+        UnsupportedModelError: a tensor is of a dtype that is not read.
+    """
+    model = REGISTRY[spec.model_type]
+    Weights(checkpoint, model.names).check(model.parameters(spec), spec)
 
 
 def build_model(

@@ -35,6 +35,7 @@ class Weights:
         Raises:
             CheckpointError: a tensor is missing, has another shape, or belongs to no role; or the
                 expert records are not the ones `spec` describes.
+            UnsupportedModelError: a tensor is of a dtype that is not read.
         """
         unused = dict(self._checkpoint.tensors)
         if spec.tie_word_embeddings:
@@ -52,6 +53,7 @@ class Weights:
                     f"tensor `{name}` has the wrong shape: {self._checkpoint.path}\n"
                     f"expected {list(parameter.shape)} from config.json, got {list(info.shape)}"
                 )
+            self._checkpoint.require_readable(name)
         left = [
             n for n in sorted(unused) if not any(fnmatchcase(n, p) for p in self._names.ignored)
         ]
