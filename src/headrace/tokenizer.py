@@ -142,7 +142,7 @@ class Tokenizer:
             )
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refuses these messages\n{error}") from None
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
+        except Exception as error:  # a template is a program: it may raise anything
             raise RequestError(
                 f"the chat template fails on these messages\n{type(error).__name__}: {error}"
             ) from None

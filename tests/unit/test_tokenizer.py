@@ -212,6 +212,9 @@ def test_template_environment(template: str, expected: Any) -> None:
         ("{{ messages.append(1) }}", "refuses"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses"),
         ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{% for i in range(1000000) %}{% endfor %}", "OverflowError"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError"),
     ],
 )
 def test_template_failures_are_request_errors(template: str, message: str) -> None:
