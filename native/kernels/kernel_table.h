@@ -76,6 +76,7 @@ struct KernelTable {
   void (*fma_row)(float weight, const float* y, int64_t count,
                   float* out);  // out = fma(weight, y, out)
   float (*max_of)(const float* x, int64_t count);
+  bool (*has_nan)(const float* x, int64_t count);
   // out = exp((x - maximum) / temperature); returns the sum in tree order.
   float (*exp_sum)(const float* x, float maximum, float temperature, int64_t count, float* out);
   void (*divide)(const float* x, float divisor, int64_t count, float* out);

@@ -162,6 +162,19 @@ inline float max_of(const float* x, int64_t count) {
   return result;
 }
 
+inline bool has_nan(const float* x, int64_t count) {
+  Ints largest = splat_int(0);
+  map_rows(count, [&](int64_t i, int n) {
+    largest = max(largest, bit_and(bits_of(load_some(x + i, n)), splat_int(0x7fffffff)));
+  });
+  int32_t lanes[16];
+  store(lanes, largest);
+  for (int32_t lane : lanes) {
+    if (lane > 0x7f800000) return true;
+  }
+  return false;
+}
+
 inline float exp_sum(const float* x, float maximum, float temperature, int64_t count, float* out) {
   Floats sum = splat(0.0f);
   map_rows(count, [&](int64_t i, int n) {

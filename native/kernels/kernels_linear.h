@@ -211,6 +211,7 @@ inline const KernelTable* make_table() {
       clamp_row,
       fma_row,
       max_of,
+      has_nan,
       exp_sum,
       divide_row,
       rope_head,

@@ -20,16 +20,17 @@ uint64_t mix(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-void check_logits(const float* logits, int32_t vocab) {
-  bool has_finite = false;
-  for (int32_t i = 0; i < vocab; ++i) {
-    if (std::isnan(logits[i]) || logits[i] == INFINITY) {
-      throw Error(ErrorKind::Numeric,
-                  "sample: NaN or infinity in the logits at token " + std::to_string(i));
-    }
-    has_finite = has_finite || std::isfinite(logits[i]);
+// The largest logit; throws unless it is finite and no logit is NaN.
+float checked_maximum(const KernelTable& table, const float* logits, int32_t vocab) {
+  if (!table.has_nan(logits, vocab)) {
+    const float maximum = table.max_of(logits, vocab);
+    if (std::isfinite(maximum)) return maximum;
+    if (maximum < 0.0f) throw Error(ErrorKind::Numeric, "sample: every logit is -infinity");
   }
-  if (!has_finite) throw Error(ErrorKind::Numeric, "sample: every logit is -infinity");
+  const float* bad =
+      std::find_if(logits, logits + vocab, [](float x) { return std::isnan(x) || x == INFINITY; });
+  throw Error(ErrorKind::Numeric,
+              "sample: NaN or infinity in the logits at token " + std::to_string(bad - logits));
 }
 
 struct Candidate {
@@ -49,28 +50,61 @@ double sum_of(const std::vector<Candidate>& candidates) {
   return sum;
 }
 
-// The smallest prefix in descending order that reaches top_p of the total. A heap, because the
-// prefix is short where the vocabulary is long.
-void keep_top_p(std::vector<Candidate>& candidates, float top_p) {
-  const double wanted = static_cast<double>(top_p) * sum_of(candidates);
+// The smallest prefix in descending order that reaches `wanted`; empty if all together do not.
+std::vector<Candidate> prefix_of(std::vector<Candidate> candidates, double wanted) {
   const auto is_after = [](const Candidate& a, const Candidate& b) { return is_before(b, a); };
   std::make_heap(candidates.begin(), candidates.end(), is_after);
-  auto end = candidates.end();
+  std::vector<Candidate> kept;
   double sum = 0.0;
-  do {
-    std::pop_heap(candidates.begin(), end, is_after);
-    --end;
-    sum += static_cast<double>(end->p);
-  } while (sum < wanted && end != candidates.begin());
-  candidates.erase(candidates.begin(), end);
-  std::sort(candidates.begin(), candidates.end(), is_lower_id);
+  while (sum < wanted || kept.empty()) {
+    if (candidates.empty()) return {};
+    std::pop_heap(candidates.begin(), candidates.end(), is_after);
+    kept.push_back(candidates.back());
+    candidates.pop_back();
+    sum += static_cast<double>(kept.back().p);
+  }
+  return kept;
 }
 
-void keep_top_k(std::vector<Candidate>& candidates, int32_t top_k) {
-  const auto end = candidates.begin() + top_k;
-  std::nth_element(candidates.begin(), end - 1, candidates.end(), is_before);
-  candidates.erase(end, candidates.end());
-  std::sort(candidates.begin(), candidates.end(), is_lower_id);
+// The smallest prefix in descending order that reaches top_p of the total, ascending by id.
+// Candidates below the mean of what may be left out cannot reach that sum together, so the prefix
+// lies among the others: a short list where the vocabulary is long.
+std::vector<Candidate> top_p_of(const std::vector<Candidate>& candidates, float top_p) {
+  const double total = sum_of(candidates);
+  const double wanted = static_cast<double>(top_p) * total;
+  const double least = (total - wanted) / static_cast<double>(candidates.size());
+  std::vector<Candidate> likely;
+  for (const Candidate& c : candidates) {
+    if (static_cast<double>(c.p) >= least) likely.push_back(c);
+  }
+  std::vector<Candidate> kept = prefix_of(std::move(likely), wanted);
+  if (kept.empty()) kept = prefix_of(candidates, wanted);  // a matter of rounding
+  if (kept.empty()) kept = candidates;
+  std::sort(kept.begin(), kept.end(), is_lower_id);
+  return kept;
+}
+
+// The k first in descending order, ascending by id. One pass: most of a vocabulary fails the
+// comparison with the least of those kept.
+std::vector<Candidate> top_k_of(const float* p, int32_t vocab, int32_t k) {
+  std::vector<Candidate> kept;
+  kept.reserve(static_cast<size_t>(k));
+  for (int32_t i = 0; i < k; ++i) kept.push_back({p[i], i});
+  std::make_heap(kept.begin(), kept.end(), is_before);  // the last of the order in front
+  for (int32_t i = k; i < vocab; ++i) {
+    if (!(p[i] > kept.front().p)) continue;  // an equal one has a lower id
+    std::pop_heap(kept.begin(), kept.end(), is_before);
+    kept.back() = {p[i], i};
+    std::push_heap(kept.begin(), kept.end(), is_before);
+  }
+  std::sort(kept.begin(), kept.end(), is_lower_id);
+  return kept;
+}
+
+std::vector<Candidate> all_of(const float* p, int32_t vocab) {
+  std::vector<Candidate> candidates(static_cast<size_t>(vocab));
+  for (int32_t i = 0; i < vocab; ++i) candidates[static_cast<size_t>(i)] = {p[i], i};
+  return candidates;
 }
 
 int32_t draw(const std::vector<Candidate>& candidates, double u) {
@@ -94,18 +128,20 @@ double uniform(uint64_t seed, int64_t position) {
 }
 
 int32_t sample(const float* logits, int32_t vocab, const SampleParams& params) {
-  check_logits(logits, vocab);
-  const float* best = std::max_element(logits, logits + vocab);  // the first of equals
-  if (params.temperature == 0.0f) return static_cast<int32_t>(best - logits);
+  const KernelTable& table = kernels();
+  const float maximum = checked_maximum(table, logits, vocab);
+  if (params.temperature == 0.0f) {
+    return static_cast<int32_t>(std::find(logits, logits + vocab, maximum) - logits);
+  }
   PoolBuffer<float> p(vocab);
-  kernels().exp_sum(logits, *best, params.temperature, vocab, p.get());
-  std::vector<Candidate> candidates(vocab);
-  for (int32_t i = 0; i < vocab; ++i) candidates[i] = {p[i], i};
-  if (params.top_k > 0 && params.top_k < vocab) keep_top_k(candidates, params.top_k);
+  table.exp_sum(logits, maximum, params.temperature, vocab, p.get());
+  const bool is_cut = params.top_k > 0 && params.top_k < vocab;
+  std::vector<Candidate> candidates =
+      is_cut ? top_k_of(p.get(), vocab, params.top_k) : all_of(p.get(), vocab);
   if (params.min_p > 0.0f) {  // the most likely token has p = 1 exactly
     std::erase_if(candidates, [&](const Candidate& c) { return c.p < params.min_p; });
   }
-  if (params.top_p < 1.0f) keep_top_p(candidates, params.top_p);
+  if (params.top_p < 1.0f) candidates = top_p_of(candidates, params.top_p);
   return draw(candidates, uniform(params.seed, params.position));
 }
 
