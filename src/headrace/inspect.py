@@ -21,7 +21,18 @@ from headrace.checkpoint import (
     open_checkpoint,
     read_config,
 )
-from headrace.checkpoint.layout import record_name
+from headrace.checkpoint.jsonfile import canonical_json
+from headrace.checkpoint.layout import (
+    DENSE_NAME,
+    MANIFEST_NAME,
+    dense_header,
+    dense_order,
+    describe_file,
+    expert_file_name,
+    expert_header,
+    manifest_checksum,
+    record_name,
+)
 from headrace.checkpoint.records import FLOAT_FORMATS
 from headrace.checkpoint.safetensors import TensorEntry
 from headrace.checkpoint.values import bytes_checksum, check_finite, read_range
@@ -149,7 +160,7 @@ class VerifyReport:
 
 
 def verify(path: Path, progress: Callable[[str, int, int], None] = lambda *_: None) -> VerifyReport:
-    """Read every tensor and record and compare it with its checksum.
+    """Read every byte of a container and compare it with what the manifest says.
 
     Without checksums (Hugging Face, GGUF) the values are searched for NaN and infinity.
 
@@ -161,9 +172,13 @@ def verify(path: Path, progress: Callable[[str, int, int], None] = lambda *_: No
         CheckpointError: the checkpoint cannot be opened; damage to data is reported, not raised.
     """
     _, checkpoint = open_model(path)
-    checks: list[_Range | _Load]
+    checks: list[_Range | _Load | _Whole | _Frame]
     if isinstance(checkpoint, ContainerCheckpoint):
-        checks = list(_container_ranges(checkpoint))
+        checks = [
+            *_container_ranges(checkpoint),
+            *_container_frames(checkpoint),
+            *_container_files(checkpoint),
+        ]
     elif isinstance(checkpoint, HuggingFaceCheckpoint):
         checks = [_Range(e, e.nbytes, None) for e in checkpoint.entries.values()]
     else:
@@ -195,14 +210,20 @@ class _Range:
         """Read the range; raise CheckpointError if it is damaged."""
         entry = self.entry
         if self.checksum is not None:
-            data: Bytes = np.empty(self.nbytes, np.uint8)
+            data: Bytes = np.empty(entry.nbytes, np.uint8)
             read_range(entry.path, entry.offset, data)
-            got = bytes_checksum(data)
+            got = bytes_checksum(data[: self.nbytes])
             if got != self.checksum:
                 raise CheckpointError(
                     f"checksum differs: {entry.name}, file {entry.path}\n"
                     f"expected {self.checksum:016x} for {self.nbytes} bytes at offset "
                     f"{entry.offset}, got {got:016x}"
+                )
+            if data[self.nbytes :].any():
+                raise CheckpointError(
+                    f"padding is not zero: after {entry.name}, file {entry.path}\n"
+                    f"expected {entry.nbytes - self.nbytes} zeros at offset "
+                    f"{entry.offset + self.nbytes}"
                 )
             return
         for at in range(0, self.nbytes, PIECE_BYTES):
@@ -212,6 +233,80 @@ class _Range:
             if format is not None:
                 first = at // (4 if format == "f32" else 2)
                 check_finite(data, format, entry.name, entry.path, first)
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The header of a weight file, which must be the one its tensors imply, and its length."""
+
+    path: Path
+    header: bytes
+    data_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the header."""
+        return len(self.header)
+
+    @property
+    def entry(self) -> TensorEntry:
+        """The header as a range."""
+        return TensorEntry("header", "U8", (self.nbytes,), self.path, 0, self.nbytes)
+
+    def run(self) -> None:
+        """Read the header; raise CheckpointError if it or the file's length is another."""
+        expected, got = self.nbytes + self.data_bytes, self.path.stat().st_size
+        if got != expected:
+            raise CheckpointError(
+                f"file has the wrong length: {self.path}\nexpected {expected} bytes, got {got}"
+            )
+        data: Bytes = np.empty(self.nbytes, np.uint8)
+        read_range(self.path, 0, data)
+        differs = np.flatnonzero(data != np.frombuffer(self.header, np.uint8))
+        if len(differs):
+            raise CheckpointError(
+                f"header differs from the manifest: {self.path}\n"
+                f"first at offset {differs[0]}, {len(differs)} bytes in all"
+            )
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A small file of a container and its entry in the manifest; None for the manifest itself."""
+
+    checkpoint: ContainerCheckpoint
+    name: str
+    described: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file, 0 if it is missing."""
+        path = self.checkpoint.path / self.name
+        return path.stat().st_size if path.is_file() else 0
+
+    @property
+    def entry(self) -> TensorEntry:
+        """The file as a range."""
+        path = self.checkpoint.path / self.name
+        return TensorEntry("file", "U8", (self.nbytes,), path, 0, self.nbytes)
+
+    def run(self) -> None:
+        """Read the file; raise CheckpointError if it is missing or another."""
+        path = self.checkpoint.path / self.name
+        if not path.is_file():
+            raise CheckpointError(f"file is missing: {path}")
+        data = path.read_bytes()
+        expected: Any
+        got: Any
+        if self.described is None:
+            manifest = self.checkpoint.manifest
+            expected, got = manifest.get("checksum"), manifest_checksum(manifest)
+            if data != canonical_json(manifest):
+                got = "other spaces or order than it was written with"
+        else:
+            expected, got = self.described, describe_file(data)
+        if got != expected:
+            raise CheckpointError(f"checksum differs: {path}\nexpected {expected}, got {got}")
 
 
 @dataclass(frozen=True)
@@ -238,6 +333,27 @@ class _Load:
             self.checkpoint.load_matrix(self.name)
         else:
             self.checkpoint.load_vector(self.name)
+
+
+def _container_files(checkpoint: ContainerCheckpoint) -> Iterator[_Whole]:
+    yield _Whole(checkpoint, MANIFEST_NAME, None)
+    files = checkpoint.manifest.get("files")
+    for name, described in files.items() if isinstance(files, dict) else ():
+        if Path(name).name == name:
+            yield _Whole(checkpoint, name, described or {})
+
+
+def _container_frames(checkpoint: ContainerCheckpoint) -> Iterator[_Frame]:
+    tensors = dense_order(list(checkpoint.dense.values()))
+    num_bytes = sum(t.stored_bytes for t in tensors)
+    yield _Frame(checkpoint.path / DENSE_NAME, dense_header(tensors), num_bytes)
+    for table in (checkpoint.records, checkpoint.mtp_records):
+        for layer in () if table is None else table.layers:
+            assert table is not None, "it has layers"
+            record_bytes = table.layout.record_bytes
+            header = expert_header(layer, table.num_experts, record_bytes)
+            path = checkpoint.path / expert_file_name(layer)
+            yield _Frame(path, header, table.num_experts * record_bytes)
 
 
 def _container_ranges(checkpoint: ContainerCheckpoint) -> Iterator[_Range]:

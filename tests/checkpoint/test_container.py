@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.checkpoint import open_checkpoint
 from headrace.convert import Recipe, convert
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, EngineError
 from headrace.inspect import describe, verify
 
 
@@ -176,6 +176,28 @@ def test_verify_names_every_damaged_range(container: Path) -> None:
     }
     assert offset in {d.offset for d in report.damaged}
     assert seen[-1][1] == seen[-1][2] == report.checked_bytes
+
+
+def test_verify_finds_a_flipped_bit_in_every_file(container: Path) -> None:
+    names = [p.name for p in container.iterdir()]
+    assert {"config.json", "generation_config.json", "headrace.json"} <= set(names)
+    rng = np.random.default_rng(0)
+    for name in names:
+        path = container / name
+        whole = path.read_bytes()
+        for offset in {0, len(whole) - 1, *rng.integers(0, len(whole), 25).tolist()}:
+            changed = bytearray(whole)
+            changed[offset] ^= 1 << int(rng.integers(0, 8))
+            path.write_bytes(changed)
+            try:
+                found = [d.file for d in verify(container).damaged]
+            except EngineError as error:  # it cannot even be opened
+                found = [name] if name in str(error) else [str(error)]
+            assert name in found, (name, offset)
+        path.write_bytes(whole)
+    dense = container / "dense.safetensors"
+    dense.write_bytes(dense.read_bytes() + b"more")
+    assert [d.tensor for d in verify(container).damaged] == ["header"]
 
 
 def test_every_byte_of_a_record_is_covered(container: Path) -> None:

@@ -6,6 +6,7 @@ meaning: what the keys say is checked by the caller.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def canonical_json(content: Mapping[str, Any]) -> bytes:
+    """Write an object as JSON, the same bytes for the same content."""
+    return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
 
 
 def parse_object(data: bytes, where: str) -> dict[str, Any]:

@@ -9,8 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from headrace import _core
 from headrace.checkpoint.base import NUMPY_TYPES
+from headrace.checkpoint.jsonfile import canonical_json
 from headrace.checkpoint.records import RECORD_ALIGNMENT, RecordLayout, align_up
 from headrace.errors import ConfigError
 
@@ -163,6 +166,7 @@ def make_manifest(
     num_experts: int,
     layout: RecordLayout | None,
     record_checksums: Mapping[int, Sequence[int]],
+    files: Mapping[str, bytes],
 ) -> dict[str, Any]:
     """Return the content of `headrace.json`.
 
@@ -175,6 +179,7 @@ def make_manifest(
         num_experts: E; 0 in a dense model.
         layout: of every record; None in a dense model.
         record_checksums: layer -> one per expert.
+        files: contents of configs, tokenizer and chat template files, by name.
     """
     dense = {t.name: t.describe(c) for t, c in zip(tensors, dense_checksums, strict=True)}
     experts = None
@@ -190,7 +195,7 @@ def make_manifest(
                 for layer, checksums in sorted(record_checksums.items())
             },
         }
-    return {
+    manifest = {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
         "model_type": model_type,
@@ -198,4 +203,21 @@ def make_manifest(
         "source": source,
         "dense": {"file": DENSE_NAME, "tensors": dense},
         "experts": experts,
+        "files": {name: describe_file(data) for name, data in files.items()},
     }
+    return {**manifest, "checksum": manifest_checksum(manifest)}
+
+
+def describe_file(data: bytes) -> dict[str, Any]:
+    """Return the manifest's entry of a file that holds no weights."""
+    return {"nbytes": len(data), "checksum": format_checksum(_checksum(data))}
+
+
+def manifest_checksum(manifest: Mapping[str, Any]) -> str:
+    """Return the checksum of a manifest: of its JSON without the key `checksum`."""
+    rest = {key: value for key, value in manifest.items() if key != "checksum"}
+    return format_checksum(_checksum(canonical_json(rest)))
+
+
+def _checksum(data: bytes) -> int:
+    return int(_core.checksum(np.frombuffer(data, np.uint8)))

@@ -5,7 +5,6 @@ that were handed to the file. Which files there are, and in which order, the cal
 """
 
 import errno
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from headrace.arrays import Bytes
+from headrace.checkpoint.jsonfile import canonical_json
 from headrace.checkpoint.layout import DenseTensor, dense_header, expert_header
 from headrace.checkpoint.values import bytes_checksum
 from headrace.errors import CheckpointError
@@ -171,4 +171,4 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write JSON whole, the same bytes for the same content."""
-    write_bytes(path, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
+    write_bytes(path, canonical_json(content))

@@ -141,8 +141,9 @@ class _Conversion:
         if dense is None:
             dense = self._write_dense()
         records = {layer: self._records(layer) for layer in plan.layers}
-        for name, path in plan.copied.items():
-            write_bytes(partial / name, path.read_bytes())
+        files = {name: path.read_bytes() for name, path in plan.copied.items()}
+        for name, data in files.items():
+            write_bytes(partial / name, data)
         manifest = make_manifest(
             model_type=plan.model_type,
             recipe=plan.recipe,
@@ -152,6 +153,7 @@ class _Conversion:
             num_experts=plan.num_experts,
             layout=plan.layout,
             record_checksums=records,
+            files=files,
         )
         self.journal.publish(manifest)
         return self.kept

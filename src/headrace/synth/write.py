@@ -157,8 +157,8 @@ class _Writer:
 
         return advance
 
-    def write_small_files(self) -> None:
-        """Write tokenizer and configs."""
+    def write_small_files(self) -> dict[str, bytes]:
+        """Write tokenizer and configs; return their contents."""
         shape = self.shape
         files = tokenizer_files(shape.vocab_size)
         files[CONFIG_NAME] = json.dumps(shape.config(), indent=1, sort_keys=True).encode()
@@ -166,6 +166,7 @@ class _Writer:
         files[GENERATION_CONFIG_NAME] = json.dumps(end, sort_keys=True).encode()
         for name, data in files.items():
             write_bytes(self.journal.partial / name, data)
+        return files
 
     def vector(self, parameter: Parameter) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Return a norm's weight: all ones."""
@@ -249,7 +250,7 @@ class _ContainerWriter(_Writer):
 
             header = expert_header(layer, num, record_bytes)
             records[layer] = self._finished(name, header, [(record_bytes,) * 2] * num, write)
-        self.write_small_files()
+        files = self.write_small_files()
         self.journal.publish(
             make_manifest(
                 model_type=self.shape.model_type,
@@ -260,6 +261,7 @@ class _ContainerWriter(_Writer):
                 num_experts=num,
                 layout=self.layout,
                 record_checksums=records,
+                files=files,
             )
         )
 
