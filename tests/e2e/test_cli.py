@@ -348,6 +348,18 @@ def test_isa_from_the_environment(cli: Any, tiny: Path, monkeypatch: pytest.Monk
     assert refused.status == 2 and "option `isa` is out of range" in refused.err
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_closed_stream_is_no_failure(tiny: Path, closed: str) -> None:
+    program = "from headrace.cli import main; main()"
+    words = [sys.executable, "-c", program, "run", str(tiny), "x", "-n", "2", *QUIET]
+    done = subprocess.run(
+        ["sh", "-c", f'"$@" {closed}', "sh", *words], capture_output=True, check=False, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "unexpected" not in done.stderr
+    assert bool(done.stdout) == (closed != ">&-")
+
+
 def test_help_and_version_need_no_heavy_import() -> None:
     code = (
         "import sys\nfrom headrace.cli.app import _run\n_run(['run', '--help'])\n"

@@ -46,8 +46,22 @@ for _module in (run, chat, plan, convert, inspect, synth):
 
 def main() -> None:
     """Run the command line and exit."""
+    _fill_closed_streams()
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
     sys.exit(_run(sys.argv[1:]))
+
+
+def _fill_closed_streams() -> None:
+    """Give a stream that the caller closed (`>&-`) to nowhere: Python has None in its place, and
+    the first file opened would take its number.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
 def _run(arguments: list[str]) -> int:
