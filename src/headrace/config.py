@@ -39,10 +39,10 @@ def parse_bytes(text: str | int) -> int:
     Raises:
         ConfigError: the text is no size, or not above zero.
     """
-    if isinstance(text, int):
+    if isinstance(text, int) and not isinstance(text, bool):
         value = text
     else:
-        match = _SIZE.fullmatch(text)
+        match = _SIZE.fullmatch(text) if isinstance(text, str) else None
         if match is None or match[2].upper() not in _UNITS:
             raise ConfigError(
                 f"not a byte size: `{text}`\n"
@@ -115,6 +115,12 @@ class ExpertConfig:
             self.half_life_tokens,
         )  # fmt: skip
         _require(self.history in HISTORY_MODES, "history", " | ".join(HISTORY_MODES), self.history)
+        _require(isinstance(self.direct, bool), "direct", "True or False", self.direct)
+        _require(isinstance(self.verify, bool), "verify", "True or False", self.verify)
+        _require(
+            self.history_path is None or isinstance(self.history_path, Path),
+            "history_path", "a pathlib.Path", self.history_path,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -174,6 +180,7 @@ class EngineConfig:
             self.threads,
         )  # fmt: skip
         _require(self.isa in ISAS, "isa", " | ".join(ISAS), self.isa)
+        _require(isinstance(self.experts, ExpertConfig), "experts", "an ExpertConfig", self.experts)
 
 
 def make_engine_config(base: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
@@ -265,6 +272,7 @@ class SamplingParams:
             isinstance(self.stop_ids, tuple) and all(_is_count(i, 0) for i in self.stop_ids),
             "stop_ids", "a tuple of token ids", self.stop_ids,
         )  # fmt: skip
+        _require(isinstance(self.ignore_eos, bool), "ignore_eos", "True or False", self.ignore_eos)
         _require(
             self.logprobs is None or (_is_count(self.logprobs, 0) and self.logprobs <= 20),
             "logprobs", "0..20", self.logprobs,

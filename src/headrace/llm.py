@@ -5,11 +5,12 @@ what a front end does, a caller of `LLM` can do.
 """
 
 import logging
+import operator
 import re
 import secrets
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -203,8 +204,7 @@ class LLM:
         Raises:
             RequestError: the prompt is empty, too long, or holds ids that the model does not have.
         """
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return Stream(self, self._checked(ids), params or SamplingParams())
+        return Stream(self, self._ids(prompt), params or SamplingParams())
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **variables: Any
@@ -227,6 +227,12 @@ class LLM:
         Raises:
             RequestError: as in `stream`, or the template refuses the messages.
         """
+        if isinstance(messages, str) or not all(isinstance(m, Mapping) for m in messages):
+            raise RequestError(
+                "messages are not a list of objects\n"
+                'expected [{"role": "user", "content": "..."}], '
+                f"got {repr(messages)[:100]}"
+            )
         if self.tokenizer.has_chat_template:
             ids = self.tokenizer.encode_chat(messages, **variables)
         else:
@@ -250,12 +256,12 @@ class LLM:
             RequestError: as in `stream`.
             ExpertReadError: an expert could not be read.
         """
-        ids = self.tokenizer.encode(text) if isinstance(text, str) else list(text)
+        ids = self._ids(text)
         params = resolve_sampling(
             SamplingParams(max_tokens=1, logprobs=num_top), self.generation_config
         )
         with self._lock:
-            sequence = self._submit(self._checked(ids), params, 0, score_only=True)
+            sequence = self._submit(ids, params, 0, score_only=True)
         try:
             while sequence.state is not State.FINISHED:
                 self._step_for(sequence)
@@ -286,6 +292,17 @@ class LLM:
     def _cancel(self, sequence: TokenSequence) -> None:
         with self._lock:
             self._loop.cancel(sequence)
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        """The ids of a prompt, as Python integers inside the vocabulary."""
+        if isinstance(prompt, str):
+            return self._checked(self.tokenizer.encode(prompt))
+        try:
+            return self._checked([operator.index(i) for i in prompt])
+        except TypeError as error:
+            raise RequestError(
+                f"the prompt is neither text nor a sequence of ids\n{error}"
+            ) from None
 
     def _checked(self, ids: list[int]) -> list[int]:
         bad = next((i for i in ids if not 0 <= i < self.spec.vocab_size), None)

@@ -186,6 +186,12 @@ def test_bad_requests_are_named(tiny: Path) -> None:
             llm.generate([5000])
         with pytest.raises(RequestError, match="empty"):
             llm.generate("")
+        for wrong in ([1.5], ["a"], None):
+            with pytest.raises(RequestError, match="neither text nor"):
+                llm.generate(wrong)  # type: ignore[arg-type]
+        for messages in ("hello", ["hello"]):
+            with pytest.raises(RequestError, match="messages are not"):
+                llm.chat(messages)  # type: ignore[arg-type]
         assert llm.generate("ok", GREEDY).finish_reason == "length"
     with pytest.raises(RequestError, match="closed"):
         llm.generate("ok")

@@ -32,8 +32,10 @@ def test_byte_sizes(text: str, expected: Any) -> None:
     assert parse_memory(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "2 apples", "0", "0GiB", "1e9", "nan", "2GiBB"])
-def test_what_is_no_byte_size_is_refused(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1", "2 apples", "0", "0GiB", "1e9", "nan", "2GiBB", 1.5, None, True]
+)
+def test_what_is_no_byte_size_is_refused(text: Any) -> None:
     with pytest.raises(ConfigError):
         parse_bytes(text)
 
@@ -62,6 +64,7 @@ def test_memory_may_be_auto() -> None:
         {"stop": "text"},
         {"stop_ids": (-1,)},
         {"logprobs": 21},
+        {"ignore_eos": "no"},
     ],
 )
 def test_sampling_out_of_range_is_named(options: dict[str, Any]) -> None:
@@ -73,6 +76,9 @@ def test_sampling_out_of_range_is_named(options: dict[str, Any]) -> None:
     ("kind", "options"),
     [
         (EngineConfig, {"memory": 0}),
+        (EngineConfig, {"experts": {"history": "off"}}),
+        (ExpertConfig, {"direct": "no"}),
+        (ExpertConfig, {"history_path": "counts.json"}),
         (EngineConfig, {"memory": "2GiB"}),
         (EngineConfig, {"context": 1}),
         (EngineConfig, {"sequences": 0}),

@@ -4,6 +4,15 @@ Each command is one small file; `app.py` gathers them. Heavy imports wait until 
 them, so that `--help` is quick.
 """
 
-from headrace.cli.app import main
+import sys
 
 __all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line and exit; Ctrl-C is heard from the first import on."""
+    try:
+        from headrace.cli import app
+    except KeyboardInterrupt:
+        sys.exit(130)
+    app.main()
