@@ -156,13 +156,11 @@ std::unique_ptr<Lease> ExpertStore::acquire(int32_t layer, std::span<const int32
 // A step runs the layers in ascending order, so a row that does not ascend begins the next step.
 void ExpertStore::route_locked(int32_t row, std::span<const int32_t> num_tokens,
                                int32_t step_tokens) {
-  if (row <= last_row_) {
-    policy_.advance(step_tokens_);
-    num_routed_tokens_ += step_tokens_;
-    step_tokens_ = 0;
+  if (row <= last_row_ || last_row_ < 0) {
+    policy_.begin_step(step_tokens);
+    num_routed_tokens_ += step_tokens;
   }
   last_row_ = row;
-  step_tokens_ = std::max(step_tokens_, step_tokens);
   for (int32_t expert = 0; expert < table_.num_experts; ++expert) {
     const int32_t tokens = num_tokens[at(expert)];
     if (tokens == 0) continue;
@@ -577,7 +575,7 @@ std::vector<int64_t> ExpertStore::routed_counts() const {
 
 int64_t ExpertStore::num_routed_tokens() const {
   const std::scoped_lock lock(mutex_);
-  return num_routed_tokens_ + step_tokens_;
+  return num_routed_tokens_;
 }
 
 Stats ExpertStore::stats() const {

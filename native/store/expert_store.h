@@ -62,7 +62,7 @@ struct Options {
   int64_t block_bytes = io::kDefaultBlockBytes;
   int32_t read_ahead = 16;  // misses of one lease that may be loading or ready and not yet consumed
   bool direct = true;
-  double half_life_tokens = 128.0;
+  double half_life_tokens = 32.0;
 };
 
 struct Stats {
@@ -236,9 +236,8 @@ class ExpertStore : public std::enable_shared_from_this<ExpertStore> {
   Policy policy_;
   std::vector<int64_t> routed_counts_;
   std::vector<bool> was_read_;
-  std::vector<int32_t> scratch_;   // tokens per expert in acquire
-  int64_t num_routed_tokens_ = 0;  // of finished steps
-  int32_t step_tokens_ = 0;
+  std::vector<int32_t> scratch_;  // tokens per expert in acquire
+  int64_t num_routed_tokens_ = 0;
   int32_t last_row_ = -1;
   bool is_closed_ = false;    // nothing is ordered any more
   bool has_stopped_ = false;  // and nothing is in flight

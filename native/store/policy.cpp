@@ -1,5 +1,6 @@
 #include "store/policy.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace headrace::store {
@@ -16,9 +17,12 @@ Policy::Policy(int32_t num_records, double half_life_tokens)
       last_use_(index(num_records), 0),
       position_(index(num_records), -1) {}
 
-void Policy::advance(double tokens) {
-  now_half_lives_ += tokens / half_life_tokens_;
+void Policy::begin_step(double tokens) {
+  now_half_lives_ += std::min(tokens / half_life_tokens_, 1.0);
   if (now_half_lives_ > kMaxHalfLives) rebase();
+  // The mean of 2^(-age / half-life) over the step's tokens.
+  const double ratio = std::exp2(-1.0 / half_life_tokens_);
+  token_weight_ = tokens > 1 ? (1.0 - std::pow(ratio, tokens)) / ((1.0 - ratio) * tokens) : 1.0;
 }
 
 void Policy::rebase() {
@@ -30,7 +34,7 @@ void Policy::rebase() {
 }
 
 void Policy::route(int32_t record, double tokens) {
-  score_[index(record)] += tokens * std::exp2(now_half_lives_);
+  score_[index(record)] += tokens * token_weight_ * std::exp2(now_half_lives_);
   last_use_[index(record)] = ++tick_;
   if (contains(record)) sift_down(position_[index(record)]);
 }

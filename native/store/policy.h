@@ -17,9 +17,13 @@ class Policy {
  public:
   Policy(int32_t num_records, double half_life_tokens);
 
-  // Time passes: once per step, by the tokens of the step.
-  void advance(double tokens);
-  // The router sent `tokens` tokens to the record now, whether it is cached or not.
+  // A step of `tokens` tokens begins: time passes, by one half-life at most. The step's tokens
+  // count as if they had come one by one, so a long chunk weighs no more than the same use in
+  // decoding; and what earlier steps used keeps half its score, so that records of layers still to
+  // come in this step are not pushed out by those of layers already done. Measured:
+  // docs/experiments.md, 2026-12-02.
+  void begin_step(double tokens);
+  // The router sent `tokens` tokens of this step to the record, whether it is cached or not.
   void route(int32_t record, double tokens);
 
   // Candidates for eviction: records that are cached and unpinned.
@@ -46,6 +50,7 @@ class Policy {
   void rebase();
 
   double half_life_tokens_;
+  double token_weight_ = 1.0;    // of one token of this step
   double now_half_lives_ = 0.0;  // since the last rebase
   int64_t tick_ = 0;             // orders uses
   std::vector<double> score_;    // inflated to the last rebase's time

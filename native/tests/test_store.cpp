@@ -31,19 +31,23 @@ void test_policy_against_a_plain_rule() {
   std::vector<int64_t> last_use(kRecords, 0);
   std::vector<bool> is_candidate(kRecords, false);
   int64_t tick = 0;
+  double weight = 1.0;
   for (int step = 0; step < 20'000; ++step) {
     const int32_t record = pick(kRecords);
     switch (pick(4)) {
       case 0: {
-        const double tokens = pick(3);
-        policy.advance(tokens);
-        for (double& value : score) value *= std::exp2(-tokens / kHalfLife);
+        const int32_t tokens = 1 + pick(20);
+        policy.begin_step(tokens);
+        const double decay = std::exp2(-std::min(tokens / kHalfLife, 1.0));
+        for (double& value : score) value *= decay;
+        weight = 0.0;  // the mean over the step's tokens
+        for (int32_t age = 0; age < tokens; ++age) weight += std::exp2(-age / kHalfLife) / tokens;
         break;
       }
       case 1: {
         const double tokens = 1 + pick(4);
         policy.route(record, tokens);
-        score[static_cast<size_t>(record)] += tokens;
+        score[static_cast<size_t>(record)] += tokens * weight;
         last_use[static_cast<size_t>(record)] = ++tick;
         break;
       }
@@ -86,7 +90,7 @@ void test_policy_over_long_times() {
   for (const int32_t record : {0, 1, 2}) policy.insert(record);
   policy.route(0, 1e6);
   for (int i = 0; i < 5'000; ++i) {
-    policy.advance(1.0);
+    policy.begin_step(1.0);
     policy.route(1, 1.0);
     if (i % 2 == 0) policy.route(2, 1.0);
     check(policy.is_consistent());
@@ -94,7 +98,7 @@ void test_policy_over_long_times() {
   check(policy.victim() == 0, "old glory fades");
   const std::vector<double> frequencies = policy.frequencies();
   check(std::abs(frequencies[1] - 2.0) < 1e-9, "a token per step settles at two");
-  policy.advance(1e9);
+  policy.begin_step(1e9);
   check(std::isfinite(policy.frequencies()[1]) && policy.is_consistent());
 }
 

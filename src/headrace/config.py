@@ -87,7 +87,7 @@ class ExpertConfig:
     direct: bool = field(default=True, metadata={"help": "read past the page cache (O_DIRECT)"})
     read_ahead: int = field(default=16, metadata={"help": "records of a lease read ahead of use"})
     half_life_tokens: int = field(
-        default=4096, metadata={"help": "tokens after which a routed count weighs half"}
+        default=32, metadata={"help": "tokens after which a routed count weighs half"}
     )
     verify: bool = field(
         default=True, metadata={"help": "check each record's checksum after a read"}
