@@ -55,9 +55,8 @@ def command(
     with llm:
         stream, form = _start(llm, prompt, chat, sampling)
         say(f"{describe(llm, model)} · {form} prompt")
-        if form == "raw" and not as_json and sys.stdout.isatty():
-            say(prompt, end="")
-        result = _follow(stream, show=not as_json)
+        is_continued = form == "raw" and sys.stdout.isatty()
+        result = _follow(stream, not as_json, prompt if is_continued else "")
         if as_json:
             _print_json(model, result)
         else:
@@ -90,7 +89,11 @@ def _start(
     return llm.stream(prompt, sampling), "raw"
 
 
-def _follow(stream: "Stream", show: bool) -> "Completion":
+def _follow(stream: "Stream", show: bool, start: str) -> "Completion":
+    """Write the answer as it comes; `start` goes before it on stderr, once the progress is gone
+    that would wipe its line.
+    """
+    from headrace.cli.report import say
     from headrace.cli.wait import Progress
 
     try:
@@ -100,6 +103,9 @@ def _follow(stream: "Stream", show: bool) -> "Completion":
                 progress.update()
                 if show and text:
                     progress.stop()
+                    if start:
+                        say(start, end="")
+                        start = ""
                     sys.stdout.write(text)
                     sys.stdout.flush()
     except KeyboardInterrupt:
