@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -327,6 +328,7 @@ def test_too_little_space_is_refused_with_the_numbers(
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     with pytest.raises(CheckpointError, match=r"not enough space.*\nexpected \d+ bytes.*got 12345"):
         convert(tmp_path / "hf", tmp_path / "out", Recipe())
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
 @pytest.mark.parametrize(
@@ -369,6 +371,50 @@ def test_unknown_model_and_unknown_recipe(tmp_path: Path) -> None:
         convert(tmp_path / "hf", tmp_path / "out", Recipe())
     with pytest.raises(ConfigError, match="experts"):
         Recipe(experts="q3")
+
+
+def test_a_source_is_only_read(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "hf")
+    before = contents(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "hf")
+    for dest in ("hf/out", "hf/deep/out", "link/out"):
+        with pytest.raises(ConfigError, match="inside the source"):
+            convert(tmp_path / "hf", tmp_path / dest, Recipe())
+    assert contents(tmp_path / "hf") == {k.removeprefix("hf/"): v for k, v in before.items()}
+
+
+def test_a_link_leads_to_where_the_container_is_made(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "hf")
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    convert(tmp_path / "hf", tmp_path / "link", Recipe())
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "link", "out"]
+    assert _container(tmp_path / "link").records is not None
+
+
+def test_a_file_in_the_place_of_the_unfinished_container_is_named(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "hf")
+    (tmp_path / "out.partial").write_text("mine")
+    with pytest.raises(ConfigError, match=r"no directory: .*out\.partial"):
+        convert(tmp_path / "hf", tmp_path / "out", Recipe())
+    assert (tmp_path / "out.partial").read_text() == "mine"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no flock on Windows")
+def test_two_writers_of_one_container_are_kept_apart(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "hf")
+    refusals = []
+
+    def again(_: Progress) -> None:
+        if not refusals:
+            with pytest.raises(ConfigError, match="another process is writing") as refusal:
+                convert(tmp_path / "hf", tmp_path / "out", Recipe())
+            refusals.append(refusal)
+
+    assert not convert(tmp_path / "hf", tmp_path / "out", Recipe(), again).already_done
+    assert refusals
+    convert(tmp_path / "hf", tmp_path / "alone", Recipe())
+    assert contents(tmp_path / "out") == contents(tmp_path / "alone")
 
 
 def test_container_is_no_source(tmp_path: Path) -> None:

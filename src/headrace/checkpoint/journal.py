@@ -6,10 +6,12 @@ the file. The order of the last steps is manifest, removal of the journal, renam
 a manifest is complete.
 """
 
+import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -19,6 +21,9 @@ from headrace.checkpoint.layout import MANIFEST_NAME, format_checksum
 from headrace.checkpoint.values import bytes_checksum, read_range
 from headrace.checkpoint.writer import TEMPORARY_SUFFIX, sync_directory, write_json
 from headrace.errors import CheckpointError, ConfigError, EngineError
+
+if sys.platform != "win32":
+    import fcntl
 
 PARTIAL_SUFFIX = ".partial"
 _JOURNAL = "journal"
@@ -60,6 +65,33 @@ class Journal:
         self.dest = dest
         self.partial = dest.with_name(dest.name + PARTIAL_SUFFIX)
         self.directory = self.partial / _JOURNAL
+        self._lock: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let other processes write again."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _take_lock(self) -> None:
+        """Keep other processes out for as long as this one lives, or is in the `with` block.
+
+        The system drops such a lock when its holder is killed, so none is ever left behind. Where
+        there is no `flock`, nothing keeps two writers apart.
+        """
+        if sys.platform == "win32" or self._lock is not None:
+            return
+        self._lock = os.open(self.partial, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another process is writing this container: {self.partial}\n"
+                "hint: wait for it, or choose another destination"
+            ) from None
 
     @property
     def is_complete(self) -> bool:
@@ -79,6 +111,8 @@ class Journal:
         Raises:
             ConfigError: the directory belongs to another container, or to something else.
         """
+        if self.partial.is_dir():
+            self._take_lock()
         if self.is_complete:
             manifest = read_object(self.partial / MANIFEST_NAME)
             self._require_same({key: manifest.get(key) for key in binding}, binding)
@@ -87,6 +121,12 @@ class Journal:
             self._require_same(read_object(self.directory / _BINDING), binding)
             self._remove_temporary()
             return True
+        if self.partial.exists() and not self.partial.is_dir():
+            raise ConfigError(
+                f"no directory: {self.partial}\n"
+                "expected it to be free for the unfinished container\n"
+                "hint: remove it, or choose another destination"
+            )
         if self.partial.exists():
             strange = [p.name for p in self.partial.iterdir() if p.name != _JOURNAL]
             if strange:
@@ -95,6 +135,7 @@ class Journal:
                     f"found {strange[0]}\nhint: remove it, or choose another destination"
                 )
         self.directory.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
         self._remove_temporary()
         write_json(self.directory / _BINDING, binding)
         sync_directory(self.partial)
@@ -169,7 +210,8 @@ class Journal:
         return noted
 
     def require_space(self, file_bytes: Mapping[str, int], other_bytes: int) -> None:
-        """Check that what is not finished fits on the drive.
+        """Check that what is not finished fits on the drive; makes nothing, so that a conversion
+        that is refused leaves nothing behind.
 
         Args:
             file_bytes: length of each weight file.
@@ -182,7 +224,8 @@ class Journal:
             return
         missing = (n for name, n in file_bytes.items() if self.finished(name) is None)
         need = sum(missing) + other_bytes
-        have = shutil.disk_usage(self.partial).free
+        place = next(p for p in (self.partial, *self.partial.parents) if p.exists())
+        have = shutil.disk_usage(place).free
         if have < need:
             raise CheckpointError(
                 f"not enough space for the container: {self.partial.parent}\n"

@@ -39,7 +39,7 @@ from headrace.checkpoint.writer import (
     write_expert_file,
 )
 from headrace.convert.plan import ConvertPlan, make_plan
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, ConfigError
 
 AHEAD_BYTES = 64 << 20
 MAX_AHEAD = 4
@@ -89,21 +89,26 @@ def convert(
         progress: called often.
 
     Raises:
-        ConfigError: the destination exists or belongs to another conversion.
+        ConfigError: the destination exists, belongs to another conversion or lies in the source.
         CheckpointError: the source is damaged, holds a NaN or infinity, or the drive is full.
         UnsupportedModelError: nothing here computes the model.
     """
-    dest = dest.absolute()
+    dest = dest.resolve()
+    if source.resolve() in dest.parents:
+        raise ConfigError(
+            f"destination lies inside the source: {dest}\n"
+            "hint: a source is only read; choose a destination beside it"
+        )
     plan = make_plan(source, recipe)
     binding = _binding(plan)
     total = sum(plan.file_bytes().values())
     if is_published(dest, binding):
         return ConvertReport(dest, total, len(plan.file_bytes()), 0, already_done=True)
     try:
-        journal = Journal(dest)
-        journal.begin(binding)
-        journal.require_space(plan.file_bytes(), plan.other_bytes())
-        kept = _Conversion(plan, journal, progress).run(binding)
+        with Journal(dest) as journal:
+            journal.require_space(plan.file_bytes(), plan.other_bytes())
+            journal.begin(binding)
+            kept = _Conversion(plan, journal, progress).run(binding)
     except OSError as error:
         raise CheckpointError(f"cannot write {dest}: {error.strerror or error}") from error
     return ConvertReport(dest, total, len(plan.file_bytes()), kept, already_done=False)

@@ -94,7 +94,7 @@ def synthesize(
         CheckpointError: the drive is full.
     """
     require_arguments(format, seed)
-    dest = dest.absolute()
+    dest = dest.resolve()
     binding = {
         "version": FORMAT_VERSION,
         "recipe": asdict(recipe),
@@ -108,12 +108,13 @@ def synthesize(
     if is_published(dest, binding):
         return SynthReport(dest, total, report.num_files, already_done=True)
     try:
-        writer.journal.begin(binding)
-        writer.journal.require_space(writer.file_bytes(), OTHER_BYTES)
-        if writer.journal.is_complete:
-            writer.journal.publish(None)
-        else:
-            writer.run(binding)
+        with writer.journal as journal:
+            journal.require_space(writer.file_bytes(), OTHER_BYTES)
+            journal.begin(binding)
+            if journal.is_complete:
+                journal.publish(None)
+            else:
+                writer.run(binding)
     except OSError as error:
         raise write_error(dest, error) from error
     return report
