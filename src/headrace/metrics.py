@@ -144,13 +144,14 @@ def available_memory_bytes(root: Path = Path("/")) -> int | None:
 def _cgroup_rests(root: Path) -> list[int]:
     text = _read_text(root / "proc/self/cgroup")
     rests = []
+    names: tuple[tuple[str, ...], str, str]
     for line in (text or "").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0" and not controllers:
-            names = ("memory.max", "memory.current", "inactive_file")
+            names = (("memory.max", "memory.high"), "memory.current", "inactive_file")
             mounts = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"]
         elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            names = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
             mounts = [root / "sys/fs/cgroup/memory"]
         else:
             continue
@@ -159,8 +160,10 @@ def _cgroup_rests(root: Path) -> list[int]:
     return rests
 
 
-def _walk_up(mount: Path, path: str, names: tuple[str, str, str]) -> list[int]:
+def _walk_up(mount: Path, path: str, names: tuple[tuple[str, ...], str, str]) -> list[int]:
     """Collect limit - usage of each group from `path` up to the mount.
+
+    Above `memory.high` a group is slowed down rather than stopped; that is no place to be either.
 
     Inside a container the path may be the host's and not exist here: what exists still counts.
     """
@@ -168,17 +171,17 @@ def _walk_up(mount: Path, path: str, names: tuple[str, str, str]) -> list[int]:
     rests = []
     for depth in range(len(parts), -1, -1):
         group = mount.joinpath(*parts[:depth])
-        limit, usage = _read_text(group / names[0]), _read_text(group / names[1])
-        if limit is None or usage is None or limit.strip() == "max":
-            continue
-        if int(limit) >= _UNLIMITED:
+        limits = [_read_text(group / name) for name in names[0]]
+        numbers = [int(text) for text in limits if text is not None and text.strip() != "max"]
+        usage = _read_text(group / names[1])
+        if usage is None or min(numbers, default=_UNLIMITED) >= _UNLIMITED:
             continue
         droppable = 0
         for line in (_read_text(group / "memory.stat") or "").splitlines():
             key, _, value = line.partition(" ")
             if key == names[2]:
                 droppable = int(value)
-        rests.append(int(limit) - max(0, int(usage) - droppable))
+        rests.append(min(numbers) - max(0, int(usage) - droppable))
     return rests
 
 

@@ -53,6 +53,19 @@ def test_cgroup_v2_the_tightest_of_all_parents_counts(tmp_path: Path) -> None:
     assert available_memory_bytes(tmp_path) == 4 * GIB - (3 * GIB - GIB // 2)
 
 
+def test_cgroup_v2_high_is_a_limit_too(tmp_path: Path) -> None:
+    base = "sys/fs/cgroup"
+    files = {
+        "proc/meminfo": meminfo(64 * GIB),
+        "proc/self/cgroup": "0::/\n",
+        f"{base}/memory.max": "max\n",
+        f"{base}/memory.high": 2 * GIB,
+        f"{base}/memory.current": GIB,
+    }
+    write(tmp_path, files)
+    assert available_memory_bytes(tmp_path) == GIB
+
+
 def test_cgroup_v1_and_its_way_of_writing_no_limit(tmp_path: Path) -> None:
     base = "sys/fs/cgroup/memory"
     files = {
