@@ -106,12 +106,18 @@ class ExpertConfig:
             _is_count(self.readers, 1) and self.readers <= 256, "readers", "1..256", self.readers
         )
         _require(
-            _is_count(self.block_bytes, 4096) and self.block_bytes % 4096 == 0,
-            "block_bytes", "a multiple of 4096", self.block_bytes,
+            _is_count(self.block_bytes, 4096)
+            and self.block_bytes % 4096 == 0
+            and self.block_bytes <= 1 << 30,
+            "block_bytes", "a multiple of 4096 up to 1 GiB", self.block_bytes,
         )  # fmt: skip
-        _require(_is_count(self.read_ahead, 1), "read_ahead", "1 or more", self.read_ahead)
         _require(
-            _is_count(self.half_life_tokens, 1), "half_life_tokens", "1 or more",
+            _is_count(self.read_ahead, 1) and self.read_ahead <= 1 << 20,
+            "read_ahead", "1..1048576", self.read_ahead,
+        )  # fmt: skip
+        _require(
+            _is_count(self.half_life_tokens, 1) and self.half_life_tokens <= 1 << 40,
+            "half_life_tokens", "1..2^40",
             self.half_life_tokens,
         )  # fmt: skip
         _require(self.history in HISTORY_MODES, "history", " | ".join(HISTORY_MODES), self.history)
@@ -125,7 +131,7 @@ class ExpertConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How a model is held in memory and run; never changes a token."""
+    """How a model is held in memory and run; of all this only `kv` can change a token."""
 
     memory: int | Auto = field(
         default="auto",
@@ -141,7 +147,13 @@ class EngineConfig:
     chunk: int | Auto = field(
         default="auto", metadata={"help": "most prompt tokens computed in one step"}
     )
-    kv: str = field(default="f16", metadata={"help": "format of keys and values: f16, bf16 or f32"})
+    kv: str = field(
+        default="f16",
+        metadata={
+            "help": "format of keys and values: f16, bf16 or f32; each answers in its own way",
+            "changes_tokens": True,
+        },
+    )
     embedding: str = field(
         default="auto",
         metadata={"help": "embedding table: resident, or read by row from the drive"},
@@ -176,8 +188,8 @@ class EngineConfig:
             self.embedding,
         )  # fmt: skip
         _require(
-            self.threads == "auto" or _is_count(self.threads, 1), "threads", "auto or 1 and more",
-            self.threads,
+            self.threads == "auto" or (_is_count(self.threads, 1) and self.threads <= 1024),
+            "threads", "auto or 1..1024", self.threads,
         )  # fmt: skip
         _require(self.isa in ISAS, "isa", " | ".join(ISAS), self.isa)
         _require(isinstance(self.experts, ExpertConfig), "experts", "an ExpertConfig", self.experts)
@@ -258,7 +270,10 @@ class SamplingParams:
         self._check_range("repetition_penalty", 0.0, 100.0, open_low=True)
         self._check_range("presence_penalty", -100.0, 100.0)
         self._check_range("frequency_penalty", -100.0, 100.0)
-        _require(self.top_k is None or _is_count(self.top_k, 0), "top_k", "0 or more", self.top_k)
+        _require(
+            self.top_k is None or (_is_count(self.top_k, 0) and self.top_k < 1 << 31),
+            "top_k", "0..2^31-1", self.top_k,
+        )  # fmt: skip
         _require(
             self.seed is None or (_is_count(self.seed, 0) and self.seed < 1 << 63),
             "seed", "0..2^63-1", self.seed,

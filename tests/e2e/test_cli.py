@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -346,6 +347,24 @@ def test_isa_from_the_environment(cli: Any, tiny: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("HEADRACE_ISA", "mmx")
     refused = cli("run", tiny, "x", *QUIET)
     assert refused.status == 2 and "option `isa` is out of range" in refused.err
+
+
+def test_plan_names_no_floor_at_which_run_refuses(cli: Any, tiny: Path) -> None:
+    refused = cli("plan", tiny, "--memory", "1MiB")
+    floor = re.search(r"needed ([\d.]+) MiB", refused.err)
+    assert floor is not None
+    program = "from headrace.cli import main; main()"
+    command = [sys.executable, "-c", program, "run", str(tiny), "x", "-n", "2", "--history", "off"]
+    command += ["--memory", f"{float(floor[1]) + 0.1:.1f}MiB"]
+    done = subprocess.run(command, capture_output=True, check=False, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_only_kv_stands_apart_from_what_never_changes_a_token(cli: Any) -> None:
+    text = cli("run", "--help").out
+    never = text.index("never change a token")
+    panel = text[never : text.index("\u2570", never)]
+    assert "--readers" in panel and "--kv" not in panel and "--kv" in text
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])

@@ -65,6 +65,7 @@ def test_memory_may_be_auto() -> None:
         {"stop_ids": (-1,)},
         {"logprobs": 21},
         {"ignore_eos": "no"},
+        {"top_k": 10**30},
     ],
 )
 def test_sampling_out_of_range_is_named(options: dict[str, Any]) -> None:
@@ -78,6 +79,10 @@ def test_sampling_out_of_range_is_named(options: dict[str, Any]) -> None:
         (EngineConfig, {"memory": 0}),
         (EngineConfig, {"experts": {"history": "off"}}),
         (ExpertConfig, {"direct": "no"}),
+        (ExpertConfig, {"read_ahead": 10**30}),
+        (ExpertConfig, {"block_bytes": 4096 * 10**30}),
+        (ExpertConfig, {"half_life_tokens": 10**400}),
+        (EngineConfig, {"threads": 10**30}),
         (ExpertConfig, {"history_path": "counts.json"}),
         (EngineConfig, {"memory": "2GiB"}),
         (EngineConfig, {"context": 1}),

@@ -90,7 +90,8 @@ def _fields(config: type) -> list[Field[Any]]:
 def _annotation(config: type, item: Field[Any], kind: Any) -> Any:
     name = "--" + item.name.replace("_", "-")
     flags = [item.metadata["short"], name] if "short" in item.metadata else [name]
-    extra: dict[str, Any] = {"help": item.metadata["help"], "rich_help_panel": _PANELS[config]}
+    panel = _PANELS[SamplingParams if item.metadata.get("changes_tokens") else config]
+    extra: dict[str, Any] = {"help": item.metadata["help"], "rich_help_panel": panel}
     if "env" in item.metadata:
         extra["envvar"] = item.metadata["env"]
     if item.metadata.get("unit") == "bytes":

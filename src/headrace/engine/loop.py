@@ -151,8 +151,11 @@ class EngineLoop:
     def _compute_alone(self, part: Part) -> None:
         try:
             self._compute([part])
-        except (ExpertReadError, NumericError) as error:
+        except ExpertReadError as error:
             part.sequence.finish("error", error)
+        except NumericError as error:
+            hint = "hint: a weight may be NaN; `headrace inspect --verify MODEL` looks for it"
+            part.sequence.finish("error", NumericError(f"{error}\n{hint}"))
 
     def _compute(self, parts: list[Part]) -> None:
         self._trim_buffers(sum(part.num_tokens for part in parts))
