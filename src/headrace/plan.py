@@ -23,8 +23,8 @@ from headrace.models.spec import ModelSpec
 from headrace.state import PAGE_TOKENS
 
 # Resident before any weight and without the tokenizer's tables, in the command line at work: 61 MiB
-# with CPython 3.11, NumPy 2.4, tokenizers 0.23 on x86-64 Linux. A running process replaces it by what
-# it measures, which must not be more, or `plan` names a floor at which `run` refuses.
+# with CPython 3.11, NumPy 2.4, tokenizers 0.23 on x86-64 Linux. A running process replaces it by
+# what it measures, which must not be more, or `plan` names a floor at which `run` refuses.
 INTERPRETER_BYTES = 62 << 20
 # A loaded tokenizer takes 9.8 times its file (150k entries: 13 MiB file, 127 MiB at the peak).
 TOKENIZER_FACTOR = 10
