@@ -186,8 +186,10 @@ class ExpertPass {
     return rows;
   }
 
-  // About what one core reads in 4 microseconds: small enough to share one token's experts evenly.
-  static constexpr int64_t kTaskBytes = 65536;
+  // Of one matrix, in one task. Every start of a stream costs a memory latency, and prefetching
+  // past its end up to 2 KiB: 64 KiB gave 0.64-0.69 of the read bandwidth on two threads, 192 and
+  // 384 KiB 0.73-0.76 (docs/experiments.md, 2026-12-02).
+  static constexpr int64_t kTaskBytes = 196608;
 
   ThreadPool& pool_;
   const KernelTable& table_;
