@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from headrace import _core
+from machine import Steal
 
 ALIGNMENT = 4096
 BATCH_BYTES = 256 << 20
@@ -53,15 +54,6 @@ def _batches(places: list[tuple[Path, int]], size: int) -> Iterator[list[tuple[P
         yield places[start : start + size]
 
 
-def _cpu_times() -> tuple[int, int]:
-    """Return all CPU time and the stolen part of it, in ticks; zeros if unknown."""
-    try:
-        ticks = [int(value) for value in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
-    except OSError:
-        return 0, 0
-    return sum(ticks[:8]), ticks[7]
-
-
 def measure(
     files: Sequence[Path],
     record_bytes: int,
@@ -93,16 +85,16 @@ def measure(
     batch = max(1, min(BATCH_BYTES // record_bytes, len(places)))
     slots = _core.aligned_empty(batch * record_bytes).reshape(batch, record_bytes)
     slots[:, ::ALIGNMENT] = 1  # touched, so that no page fault is measured
-    num_records, all_before, stolen_before = 0, *_cpu_times()
-    start = time.perf_counter()
-    for group in _batches(places, batch):
-        requests = [(str(path), offset, slots[i]) for i, (path, offset) in enumerate(group)]
-        _core.read_many(requests, readers=readers, block_bytes=block_bytes, direct=direct)
-        num_records += len(group)
-        if time.perf_counter() - start >= seconds:
-            break
-    elapsed = time.perf_counter() - start
-    all_after, stolen_after = _cpu_times()
+    num_records = 0
+    with Steal() as steal:
+        start = time.perf_counter()
+        for group in _batches(places, batch):
+            requests = [(str(path), offset, slots[i]) for i, (path, offset) in enumerate(group)]
+            _core.read_many(requests, readers=readers, block_bytes=block_bytes, direct=direct)
+            num_records += len(group)
+            if time.perf_counter() - start >= seconds:
+                break
+        elapsed = time.perf_counter() - start
     return DiskResult(
         bytes_read=num_records * record_bytes,
         seconds=elapsed,
@@ -112,7 +104,7 @@ def measure(
         readers=readers,
         block_bytes=block_bytes,
         direct=direct,
-        steal=(stolen_after - stolen_before) / max(all_after - all_before, 1),
+        steal=steal.share,
     )
 
 

@@ -7,17 +7,15 @@ Prints the machine, the commit, a line per op, and the steal time: above 5 % the
 """
 
 import argparse
-import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import cycle
-from pathlib import Path
 
 import numpy as np
 
 from headrace import _core, ops
+from machine import Steal, describe
 
 FORMATS = [("q4", 64), ("q4", 32), ("mxfp4", 32), ("q8", 32), ("bf16", 1), ("f32", 1)]
 HIDDEN, INNER = 2048, 768  # the experts of Qwen3-30B-A3B
@@ -32,30 +30,6 @@ class Rows:
     positions: np.ndarray
     sequences: np.ndarray
     page_table: np.ndarray
-
-
-def cpu_ticks() -> tuple[int, int]:
-    """Stolen and total processor time since boot, in ticks; zeros where /proc has none."""
-    stat = Path("/proc/stat")
-    if not stat.exists():
-        return 0, 1
-    fields = [int(x) for x in stat.read_text().splitlines()[0].split()[1:]]
-    return fields[7], sum(fields[:8])
-
-
-def machine() -> str:
-    """Processor, cores, instruction set, threads and commit."""
-    info = Path("/proc/cpuinfo")
-    names = (
-        [x for x in info.read_text().splitlines() if x.startswith("model name")]
-        if info.exists()
-        else []
-    )
-    name = names[0].split(":")[1].strip() if names else platform.processor()
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return f"{name}, {_core.num_threads()} threads, {_core.isa()}, commit {commit or 'unknown'}"
 
 
 def median_seconds(call: Callable[[], object], seconds: float) -> float:
@@ -208,16 +182,15 @@ def main() -> None:
     _core.set_isa(args.isa)
     _core.set_threads(args.threads)
     args.bytes = int(args.working_set * 2**30)
-    print(machine())
-    stolen, total = cpu_ticks()
-    bandwidth = read_bandwidth(args)
-    print(f"reading {args.working_set} GiB: {bandwidth:.2f} GB/s")
-    benches = {"linear": bench_linear, "moe": bench_moe, "attention": bench_attention}
-    for name, bench in benches.items():
-        if args.only in (None, name):
-            bench(args, bandwidth)
-    stolen_after, total_after = cpu_ticks()
-    print(f"steal {(stolen_after - stolen) / max(1, total_after - total):.1%}")
+    print(describe())
+    with Steal() as steal:
+        bandwidth = read_bandwidth(args)
+        print(f"reading {args.working_set} GiB: {bandwidth:.2f} GB/s")
+        benches = {"linear": bench_linear, "moe": bench_moe, "attention": bench_attention}
+        for name, bench in benches.items():
+            if args.only in (None, name):
+                bench(args, bandwidth)
+    print(f"steal {steal.share:.1%}")
 
 
 if __name__ == "__main__":

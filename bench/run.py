@@ -3,12 +3,12 @@
     headrace synth qwen3-30b-a3b big --layers 12
     python bench/run.py big [--streamed 1536MiB] [--resident 8GiB] [--tokens 64] [--repeat 3]
 
-Beside each run, in the same minute, the limit it meets is measured: for the resident run, the
-pool's threads reading memory and doing nothing else; for the streamed run, direct reads of records at
-random places by as many plain threads as the engine has readers. Prints a row per run and the
-medians, with the machine, the commit and the share of time that the host stole: above 5 % a run is
-void. Weights read per token are the dense weights and one token's records. The resident model is
-filled by a first answer, which is not counted.
+Beside each run, in the same minute, the limit it meets is measured. For the resident run that is
+the pool's threads reading memory and doing nothing else; for the streamed run, direct reads of
+records at random places by as many plain threads as the engine has readers. Prints a row per run
+and the medians, with the machine, the commit and the share of time that the host stole: above 5 % a
+run is void. Weights read per token are the dense weights and one token's records. The resident
+model is filled by a first answer, which is not counted.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import argparse
 import json
 import mmap
 import os
-import platform
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from headrace import LLM, ExpertConfig, SamplingParams, _core
 from headrace.inspect import open_model
+from machine import Steal, describe
 
 READERS = 4
 PROBE_SECONDS = 2.0
@@ -94,30 +94,6 @@ def drive_bandwidth(model: Path) -> float:
     return sum(counts) / seconds
 
 
-class Steal:
-    """Share of processor time that the host took away inside the `with` block."""
-
-    share = 0.0
-
-    def __enter__(self) -> Self:
-        self._before = self._ticks()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        stolen, total = (
-            after - before for after, before in zip(self._ticks(), self._before, strict=True)
-        )
-        self.share = stolen / max(1, total)
-
-    @staticmethod
-    def _ticks() -> tuple[int, int]:
-        stat = Path("/proc/stat")
-        if not stat.exists():
-            return 0, 1
-        fields = [int(x) for x in stat.read_text().splitlines()[0].split()[1:]]
-        return fields[7], sum(fields[:8])
-
-
 def resident(model: Path, memory: str, tokens: int, repeat: int) -> None:
     """Decode with every record in its slot: the first answer loads them, the next are measured."""
     params = SamplingParams(max_tokens=tokens, temperature=0.0)
@@ -176,10 +152,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args()
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    print(f"{platform.machine()}, {os.cpu_count()} processors, {_core.isa()}, commit {commit}")
+    print(describe())
     print(f"\nresident ({args.resident}), {args.tokens} tokens")
     resident(args.model, args.resident, args.tokens, args.repeat)
     print(f"\nstreamed ({args.streamed}), {args.tokens} tokens")
