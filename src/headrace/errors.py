@@ -1,17 +1,17 @@
 """The errors headrace raises, as one tree.
 
     EngineError
-    ├── ConfigError            (ValueError)    an option or config field is unknown or out of range
-    ├── CheckpointError        (ValueError)    a file of the checkpoint is missing, damaged or inconsistent
-    ├── UnsupportedModelError  (ValueError)    the checkpoint is sound, but nothing here computes it
-    ├── MemoryBudgetError      (MemoryError)   the memory granted is below the floor
-    ├── ExpertReadError        (OSError)       an expert's bytes could not be read or failed their checksum
-    ├── RequestError           (ValueError)    one request cannot be served; the others go on
+    ├── ConfigError            (ValueError)       an option or config field is unknown or wrong
+    ├── CheckpointError        (ValueError)       a file is missing, damaged or inconsistent
+    ├── UnsupportedModelError  (ValueError)       a sound checkpoint that nothing here computes
+    ├── MemoryBudgetError      (MemoryError)      the memory granted is below the floor
+    ├── ExpertReadError        (OSError)          an expert's bytes cannot be read, or are wrong
+    ├── RequestError           (ValueError)       one request cannot be served; the others go on
     ├── NumericError           (ArithmeticError)  a NaN or infinity appeared where none may be
-    └── ShapeError             (ValueError)    an array's shape, dtype or layout is not what the op takes
+    └── ShapeError             (ValueError)       an array is not of the shape or dtype an op takes
 
-A message says what, where, expected and got, in units, then one hint that can be acted on. The native
-core raises the same classes: `_core` translates its errors by kind.
+A message says what, where, expected and got, in units, then one hint that can be acted on. The
+native core raises the same classes: `_core` translates its errors by kind.
 """
 
 
@@ -36,7 +36,7 @@ class MemoryBudgetError(EngineError, MemoryError):
 
 
 class ExpertReadError(EngineError, OSError):
-    """An expert's bytes could not be read, or failed their checksum."""
+    """An expert's bytes could not be read, failed their checksum, or hold a NaN or infinity."""
 
 
 class RequestError(EngineError, ValueError):
