@@ -111,13 +111,10 @@ def resident_bytes() -> int | None:
 
 
 def _status_bytes(key: str) -> int | None:
-    try:
-        text = Path("/proc/self/status").read_text()
-    except OSError:
-        return None
-    for line in text.splitlines():
+    for line in (_read_text(Path("/proc/self/status")) or "").splitlines():
         if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
+            kib = _number(line.removeprefix(key + ":").removesuffix("kB"))
+            return None if kib is None else kib * 1024
     return None
 
 
@@ -136,8 +133,9 @@ def available_memory_bytes(root: Path = Path("/")) -> int | None:
     rests = list(_cgroup_rests(root))
     meminfo = _read_text(root / "proc/meminfo")
     for line in (meminfo or "").splitlines():
-        if line.startswith("MemAvailable:"):
-            rests.append(int(line.split()[1]) * 1024)
+        kib = _number(line.removeprefix("MemAvailable:").removesuffix("kB"))
+        if line.startswith("MemAvailable:") and kib is not None:
+            rests.append(kib * 1024)
     return max(0, min(rests)) if rests else None
 
 
@@ -146,6 +144,8 @@ def _cgroup_rests(root: Path) -> list[int]:
     rests = []
     names: tuple[tuple[str, ...], str, str]
     for line in (text or "").splitlines():
+        if line.count(":") < 2:
+            continue  # not what the kernel writes: nothing is known of this group
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0" and not controllers:
             names = (("memory.max", "memory.high"), "memory.current", "inactive_file")
@@ -171,22 +171,28 @@ def _walk_up(mount: Path, path: str, names: tuple[tuple[str, ...], str, str]) ->
     rests = []
     for depth in range(len(parts), -1, -1):
         group = mount.joinpath(*parts[:depth])
-        limits = [_read_text(group / name) for name in names[0]]
-        numbers = [int(text) for text in limits if text is not None and text.strip() != "max"]
-        usage = _read_text(group / names[1])
+        limits = [_number(_read_text(group / name)) for name in names[0]]  # `max` is no number
+        numbers = [limit for limit in limits if limit is not None]
+        usage = _number(_read_text(group / names[1]))
         if usage is None or min(numbers, default=_UNLIMITED) >= _UNLIMITED:
             continue
         droppable = 0
         for line in (_read_text(group / "memory.stat") or "").splitlines():
             key, _, value = line.partition(" ")
             if key == names[2]:
-                droppable = int(value)
-        rests.append(min(numbers) - max(0, int(usage) - droppable))
+                droppable = _number(value) or 0
+        rests.append(min(numbers) - max(0, usage - droppable))
     return rests
+
+
+def _number(text: str | None) -> int | None:
+    """The count a file holds; None if it is missing or holds anything else."""
+    text = (text or "").strip()
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None
 
 
 def _read_text(path: Path) -> str | None:
     try:
-        return path.read_text()
-    except OSError:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError):  # or a NUL in the path it was told
         return None

@@ -121,3 +121,19 @@ def test_bytes_for_people(count: float, text: str) -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_the_process_measures_itself() -> None:
     assert 1 << 20 < resident_bytes() <= peak_memory_bytes()
+
+
+@pytest.mark.parametrize(
+    "garbage", ["", "x", "0:", "0::", "::", "\xff\n\n0", "0::/a\0b", "-1", "1e9"]
+)
+def test_garbage_of_the_system_is_unknown_and_not_an_error(garbage: str, tmp_path: Path) -> None:
+    files = ["proc/self/cgroup", "proc/meminfo", "sys/fs/cgroup/memory.max"]
+    files += ["sys/fs/cgroup/memory.high", "sys/fs/cgroup/memory.current"]
+    for name in files:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(garbage.encode("latin-1"))
+    assert available_memory_bytes(tmp_path) is None
+    (tmp_path / "proc/self/cgroup").write_text("nonsense\n0::/\n")
+    (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {garbage}\nMemAvailable: 8 kB\n")
+    assert available_memory_bytes(tmp_path) == 8192
