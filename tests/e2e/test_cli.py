@@ -18,6 +18,7 @@ import pytest
 import headrace.llm
 from headrace.cli.app import _run
 from headrace.engine.loop import EngineLoop
+from headrace.errors import ExpertReadError
 
 QUIET = ("--history", "off", "--memory", "4GiB")
 RECEIPT_KEYS = {
@@ -244,6 +245,30 @@ def test_chat_survives_a_message_that_is_too_long(cli: Any, feed: Any, tiny_chat
     assert result.status == 0
     assert "longer than the context" in result.err
     assert len(result.out.splitlines()) == 1
+
+
+def test_a_failed_answer_leaves_nothing_in_the_conversation(
+    cli: Any, feed: Any, tiny_chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = tmp_path / "talk.json"
+    feed(f"hello\nbroken\nagain\n/save {saved}\n")
+    submit, seen = EngineLoop.submit, []
+
+    def submitted(*args: Any, **options: Any) -> Any:
+        sequence = submit(*args, **options)
+        seen.append(sequence)
+        if len(seen) == 2:
+            sequence.finish("error", ExpertReadError("the drive is gone"))
+            args[0]._scheduler.remove(sequence)
+        return sequence
+
+    monkeypatch.setattr(EngineLoop, "submit", submitted)
+    result = cli("chat", tiny_chat, "-n", 3, "--temperature", 0, "--ignore-eos", *QUIET)
+    assert result.status == 0 and "the drive is gone" in result.err and "ask again" in result.err
+    messages = json.loads(saved.read_text())["messages"]
+    assert [m["role"] for m in messages] == ["user", "assistant"] * 2
+    assert [m["content"] for m in messages[::2]] == ["hello", "again"]
+    assert all(m["content"] for m in messages)
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,9 +116,15 @@ class Session:
         _print_stream(stream)
         result = stream.result()
         self._receipts.append(result.receipt)
-        self.messages.append({"role": "assistant", "content": result.text})
+        is_empty = result.finish_reason == "cancelled" and not result.text
+        if result.error is None and not is_empty:
+            self.messages.append({"role": "assistant", "content": result.text})
+            return
+        # A question without an answer would stand beside the next one, which templates refuse.
+        self.messages.pop()
         if result.error is not None:
             say(f"headrace: {result.error}", style="")
+        say("the conversation goes on without this message; ask again")
 
     def _help(self, _: str) -> None:
         from headrace.cli.report import say
