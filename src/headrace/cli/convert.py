@@ -6,26 +6,25 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.options import usage
+from headrace.cli.options import DenseFormat, ExpertFormat, Group, make_recipe
 
 
 def command(
     source: Annotated[Path, typer.Argument(help="a Hugging Face checkpoint directory")],
     dest: Annotated[Path, typer.Argument(help="the container to make")],
-    experts: Annotated[str, typer.Option(help="format of experts: q4, q8, mxfp4 or bf16")] = "q4",
-    group: Annotated[int, typer.Option(help="inputs per scale of q4: 32 or 64")] = 64,
-    dense: Annotated[str, typer.Option(help="format of everything else: q8, q4 or bf16")] = "q8",
+    experts: ExpertFormat = None,
+    group: Group = None,
+    dense: DenseFormat = None,
 ) -> None:
     """Write DEST, a container of SOURCE that is read without repacking.
 
     A conversion that was stopped goes on where it was when called again.
     """
     from headrace.cli.report import byte_progress, say
-    from headrace.convert import Progress, Recipe, convert
+    from headrace.convert import Progress, convert
     from headrace.metrics import format_bytes
 
-    with usage():
-        recipe = Recipe(experts=experts, dense=dense, group=group)
+    recipe = make_recipe(experts, group, dense)
     with byte_progress(sys.stderr.isatty()) as show:
 
         def tell(progress: Progress) -> None:

@@ -10,7 +10,7 @@ import inspect
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import Field, fields
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 import typer
 
@@ -23,6 +23,9 @@ from headrace.config import (
 )
 from headrace.errors import ConfigError
 from headrace.metrics import format_bytes
+
+if TYPE_CHECKING:
+    from headrace.checkpoint.layout import Recipe
 
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
@@ -121,6 +124,37 @@ def _build(config: type, values: dict[str, Any], **more: Any) -> Any:
             taken[item.name] = tuple(taken[item.name] or ())
     with usage():
         return config(**taken, **more)
+
+
+ExpertFormat: TypeAlias = Annotated[
+    str | None, typer.Option(help="format of experts: q4, q8, mxfp4 or bf16", show_default="q4")
+]
+DenseFormat: TypeAlias = Annotated[
+    str | None,
+    typer.Option(help="format of everything else: q8, q4 or bf16", show_default="q8"),
+]
+Group: TypeAlias = Annotated[
+    int | None, typer.Option(help="inputs per scale of q4: 32 or 64", show_default="64")
+]
+
+
+def make_recipe(experts: str | None, group: int | None, dense: str | None) -> "Recipe":
+    """Make a recipe of the options that were given; None leaves a default as it is.
+
+    Raises:
+        typer.BadParameter: a value is unknown, or the group is given where nothing is q4.
+    """
+    from headrace.checkpoint.layout import Recipe
+
+    options = {"experts": experts, "group": group, "dense": dense}
+    with usage():
+        recipe = Recipe(**{n: v for n, v in options.items() if v is not None})  # type: ignore[arg-type]
+    if group is not None and "q4" not in (recipe.experts, recipe.dense):
+        raise typer.BadParameter(
+            f"--group {group} does nothing: it is q4's, but experts are {recipe.experts} and "
+            f"everything else is {recipe.dense}"
+        )
+    return recipe
 
 
 @contextlib.contextmanager

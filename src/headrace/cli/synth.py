@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.options import usage
+from headrace.cli.options import DenseFormat, ExpertFormat, Group, make_recipe, usage
 
 
 def command(
@@ -18,24 +18,29 @@ def command(
     format: Annotated[
         str, typer.Option(help="container, or hf: a bf16 Hugging Face checkpoint")
     ] = "container",
-    experts: Annotated[str, typer.Option(help="format of experts: q4, q8, mxfp4 or bf16")] = "q4",
-    group: Annotated[int, typer.Option(help="inputs per scale of q4: 32 or 64")] = 64,
-    dense: Annotated[str, typer.Option(help="format of everything else: q8, q4 or bf16")] = "q8",
+    experts: ExpertFormat = None,
+    group: Group = None,
+    dense: DenseFormat = None,
     seed: Annotated[int, typer.Option(help="of the weights: same seed, same bytes")] = 0,
 ) -> None:
     """Write DEST, to measure a machine before downloading a model.
 
     The text of such a model means nothing; its routing is skewed as in real models.
     """
-    from headrace.checkpoint.layout import Recipe
     from headrace.cli.report import byte_progress, say
     from headrace.metrics import format_bytes
     from headrace.synth import find_shape, require_arguments, synthesize
 
     with usage():
         require_arguments(format, seed)
-        recipe = Recipe(experts=experts, dense=dense, group=group)
         chosen = find_shape(shape).with_layers(layers)
+    given = {"--experts": experts, "--group": group, "--dense": dense}
+    idle = [name for name, value in given.items() if value is not None]
+    if format == "hf" and idle:
+        raise typer.BadParameter(
+            f"{', '.join(idle)} does nothing with --format hf: such a checkpoint is bf16 throughout"
+        )
+    recipe = make_recipe(experts, group, dense)
     with byte_progress(sys.stderr.isatty()) as show:
         report = synthesize(chosen, dest, recipe=recipe, seed=seed, format=format, progress=show)
     if report.already_done:
