@@ -9,6 +9,7 @@ import operator
 import re
 import secrets
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,6 +102,9 @@ class LLM:
         self._lock = threading.RLock()
         self._closed = False
         self._said: set[str] = set()
+        # Sequences of streams that nobody holds any more: garbage may be collected at any moment,
+        # so it only notes them, and the next step or submission ends them.
+        self._abandoned: deque[TokenSequence] = deque()
         self._set_up_kernels()
         self.spec, self.checkpoint = open_model(self.path)
         self.tokenizer = Tokenizer.of(self.checkpoint)
@@ -278,6 +282,7 @@ class LLM:
     ) -> TokenSequence:
         if self._closed:
             raise RequestError("the model is closed")
+        self._end_abandoned()
         return self._loop.submit(ids, params, seed=seed, **options)
 
     def _step_for(self, sequence: TokenSequence) -> None:
@@ -287,7 +292,12 @@ class LLM:
             if sequence.usage.steps == seen and sequence.state is not State.FINISHED:
                 if self._closed:
                     raise RequestError("the model was closed while it answered")
+                self._end_abandoned()
                 self._loop.step()
+
+    def _end_abandoned(self) -> None:
+        while self._abandoned:
+            self._loop.cancel(self._abandoned.popleft())
 
     def _cancel(self, sequence: TokenSequence) -> None:
         with self._lock:
@@ -378,25 +388,32 @@ class LLM:
 class Stream:
     """An answer on its way: iterate for pieces of text, then take `result()`.
 
-    Leaving the loop early, or `close()`, ends the answer and frees what it held.
+    Leaving the loop early, `close()`, or dropping the object ends it and frees what it held.
     """
 
     def __init__(self, llm: LLM, ids: list[int], params: SamplingParams) -> None:
         self._llm = llm
         self._params = resolve_sampling(params, llm.generation_config)
-        self._text: TextStream = llm.tokenizer.stream(ids, params.stop)
-        self._pieces: deque[str] = deque()
+        text: TextStream = llm.tokenizer.stream(ids, params.stop)
+        pieces: deque[str] = deque()
+        self._text, self._pieces = text, pieces
         self._result: Completion | None = None
         seed = secrets.randbits(63) if params.seed is None else params.seed
+
+        def see(token: int) -> bool:
+            """Take a generated id that is no end token; the loop calls this under the lock.
+
+            It must not hold the stream: the loop would keep alive what its caller dropped.
+            """
+            pieces.append(text.push(token))
+            return text.is_stopped
+
         with llm._lock:
             self._sequence = llm._submit(
-                ids, self._params, seed, stop_ids=llm.stop_ids(params), watch=self._see
+                ids, self._params, seed, stop_ids=llm.stop_ids(params), watch=see
             )
-
-    def _see(self, token: int) -> bool:
-        """Take a generated id that is no end token; the loop calls this under the lock."""
-        self._pieces.append(self._text.push(token))
-        return self._text.is_stopped
+        dropped = weakref.finalize(self, llm._abandoned.append, self._sequence)
+        dropped.atexit = False
 
     @property
     def is_finished(self) -> bool:

@@ -121,6 +121,18 @@ def test_leaving_a_stream_frees_its_pages(tiny: Path) -> None:
         assert not llm._loop.has_work
 
 
+def test_a_stream_that_is_dropped_is_not_computed(tiny: Path, reference: list[Any]) -> None:
+    with open_llm(tiny, sequences=2) as llm:
+        llm.stream(PROMPTS[1], GREEDY)  # nobody holds it
+        stream = llm.stream(PROMPTS[1], GREEDY)
+        stream.advance()
+        del stream
+        answer = llm.generate(PROMPTS[0], GREEDY)
+        assert answer.ids == reference[0].ids
+        assert answer.receipt.shared_steps == 0
+        assert not llm._loop.has_work and llm._loop.num_pages_used == 0
+
+
 def test_eos_ends_an_answer_unless_ignored(tiny: Path, reference: list[Any]) -> None:
     end = reference[0].ids[6]
     with open_llm(tiny) as llm:
