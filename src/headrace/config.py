@@ -312,6 +312,62 @@ SAMPLING_DEFAULTS: Mapping[str, float | int] = {
 }
 
 
+# Fields of a generation_config that change no token here: ids and texts that other parts read,
+# lengths that the caller's `max_tokens` and the context decide, what a framework returns or caches,
+# and how it batches or speculates. `do_sample` and the names above are used.
+_HARMLESS_GENERATION_FIELDS = frozenset(
+    {
+        "_from_model_config", "transformers_version", "bos_token_id", "eos_token_id",
+        "pad_token_id", "do_sample", "decoder_start_token_id", "max_length", "max_new_tokens",
+        "max_time", "trust_remote_code", "chat_format", "max_window_size", "use_cache",
+        "cache_implementation", "cache_config", "return_legacy_cache", "low_memory",
+        "prefill_chunk_size", "compile_config", "disable_compile", "return_dict_in_generate",
+        "output_attentions", "output_hidden_states", "output_scores", "output_logits",
+        "num_return_sequences", "renormalize_logits", "is_assistant", "num_assistant_tokens",
+        "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_early_exit",
+        "assistant_lookbehind", "target_lookbehind", "prompt_lookup_num_tokens",
+        "max_matching_ngram_size", "early_stopping", "length_penalty",
+    }
+)  # fmt: skip
+# Fields that change tokens, with the values that ask for nothing; null and empty lists never do.
+# `length_penalty` and `early_stopping` above only act on beams, which are named here.
+_NEUTRAL_GENERATION_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "hf_presence_penalty": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "diversity_penalty": (0,),
+    "typical_p": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "penalty_alpha": (0,),
+    "top_h": (1,),
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "guidance_scale": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "remove_invalid_values": (False,),
+    "token_healing": (False,),
+}
+
+
+def ignored_generation_fields(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a generation_config that may change tokens and that nothing here obeys.
+
+    Fields that nobody here knows are among them: they might be of that kind.
+    """
+    ignored = {}
+    for name, value in sorted(generation_config.items()):
+        is_used = name in SAMPLING_DEFAULTS or name in _HARMLESS_GENERATION_FIELDS
+        is_empty = value is None or value == [] or value == {}
+        if not is_used and not is_empty and value not in _NEUTRAL_GENERATION_VALUES.get(name, ()):
+            ignored[name] = value
+    return ignored
+
+
 @dataclass(frozen=True)
 class ResolvedSampling:
     """Sampling parameters with nothing left open; what the engine works with."""

@@ -23,6 +23,7 @@ from headrace.config import (
     EngineConfig,
     ResolvedSampling,
     SamplingParams,
+    ignored_generation_fields,
     make_engine_config,
     resolve_sampling,
 )
@@ -110,7 +111,17 @@ class LLM:
         self.tokenizer = Tokenizer.of(self.checkpoint)
         self.generation_config = self.checkpoint.generation_config
         self._end_ids()  # wrong ones are said now, not at the first answer
+        self._warn_of_ignored_fields()
         self._load()
+
+    def _warn_of_ignored_fields(self) -> None:
+        ignored = ignored_generation_fields(self.generation_config)
+        if ignored:
+            fields = ", ".join(f"{name} = {repr(value)[:60]}" for name, value in ignored.items())
+            self._say_once(
+                f"generation_config.json asks for what is not done here: {fields}\n"
+                "answers are chosen without it and may differ from what its authors tested"
+            )
 
     def _set_up_kernels(self) -> None:
         ops.set_isa(self.config.isa)

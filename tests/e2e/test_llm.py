@@ -133,6 +133,21 @@ def test_a_stream_that_is_dropped_is_not_computed(tiny: Path, reference: list[An
         assert not llm._loop.has_work and llm._loop.num_pages_used == 0
 
 
+def test_generation_fields_that_are_not_obeyed_are_named_once(
+    tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny, model)
+    fields = {"no_repeat_ngram_size": 3, "num_beams": 4, "max_length": 20}
+    (model / "generation_config.json").write_text(json.dumps(fields))
+    with open_llm(model) as llm:
+        llm.generate("hello", GREEDY)
+        llm.generate("hello", GREEDY)
+    said = [r.getMessage() for r in caplog.records if "generation_config.json" in r.getMessage()]
+    assert len(said) == 1
+    assert "no_repeat_ngram_size = 3, num_beams = 4\n" in said[0] and "max_length" not in said[0]
+
+
 def test_eos_ends_an_answer_unless_ignored(tiny: Path, reference: list[Any]) -> None:
     end = reference[0].ids[6]
     with open_llm(tiny) as llm:

@@ -7,6 +7,7 @@ from headrace.config import (
     EngineConfig,
     ExpertConfig,
     SamplingParams,
+    ignored_generation_fields,
     parse_bytes,
     parse_memory,
     resolve_sampling,
@@ -137,3 +138,21 @@ def test_every_option_has_help(config: Any) -> None:
     for field in dataclasses.fields(config):
         if field.name != "experts":
             assert field.metadata["help"]
+
+
+def test_generation_fields_that_nobody_obeys_are_found_and_harmless_ones_are_not() -> None:
+    harmless = {
+        "_from_model_config": True, "transformers_version": "5.0", "eos_token_id": [1, 2],
+        "do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1,
+        "repetition_penalty": 1.05, "max_new_tokens": 2048, "use_cache": True, "num_beams": 1,
+        "typical_p": 1.0, "no_repeat_ngram_size": 0, "penalty_alpha": None, "suppress_tokens": [],
+        "bad_words_ids": None, "forced_eos_token_id": None, "min_length": 0,
+    }  # fmt: skip
+    assert ignored_generation_fields(harmless) == {}
+    asking = {
+        "no_repeat_ngram_size": 3, "suppress_tokens": [5], "begin_suppress_tokens": [1],
+        "bad_words_ids": [[7]], "forced_bos_token_id": 0, "forced_eos_token_id": 2,
+        "typical_p": 0.9, "epsilon_cutoff": 3e-4, "eta_cutoff": 1e-3, "num_beams": 4,
+        "penalty_alpha": 0.6, "stop_strings": ["end"], "min_new_tokens": 9, "never_heard_of": 1,
+    }  # fmt: skip
+    assert ignored_generation_fields({**harmless, **asking}) == asking
