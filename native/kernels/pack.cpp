@@ -211,14 +211,37 @@ void interleave_block(const T* source, int32_t rows, int32_t cols, T* packed) {
   }
 }
 
+// Index of the first NaN or infinity, or -1. Both have all exponent bits set, so that adding the
+// lowest of them carries into the sign, which is masked away before: three integer operations per
+// value and no branch, which compilers turn into vectors of any instruction set.
 template <class T>
-void interleave_all(const std::byte* source, int32_t rows, int32_t cols, std::byte* packed) {
+int64_t first_not_finite(const T* values, int64_t count, T exponent) {
+  const T magnitude = static_cast<T>(~(T{1} << (8 * sizeof(T) - 1)));
+  const T step = static_cast<T>(exponent & -exponent);
+  T carried = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    carried = static_cast<T>(carried | static_cast<T>((values[i] & magnitude) + step));
+  }
+  if ((carried & ~magnitude) == 0) return -1;
+  return std::find_if(values, values + count,
+                      [&](T value) { return (value & exponent) == exponent; }) -
+         values;
+}
+
+template <class T>
+int64_t interleave_all(const std::byte* source, T exponent, int32_t rows, int32_t cols,
+                       std::byte* packed) {
+  int64_t bad = -1;
   for (int64_t block = 0; block < num_blocks(rows); ++block) {
     const int64_t offset = block * kBlockOutputs * cols;
-    interleave_block(reinterpret_cast<const T*>(source) + offset,
-                     std::min<int32_t>(kBlockOutputs, rows - static_cast<int32_t>(block) * 16),
-                     cols, reinterpret_cast<T*>(packed) + offset);
+    const int32_t count =
+        std::min<int32_t>(kBlockOutputs, rows - static_cast<int32_t>(block) * kBlockOutputs);
+    const T* values = reinterpret_cast<const T*>(source) + offset;
+    const int64_t found = first_not_finite(values, int64_t{count} * cols, exponent);
+    if (bad < 0 && found >= 0) bad = offset + found;
+    interleave_block(values, count, cols, reinterpret_cast<T*>(packed) + offset);
   }
+  return bad;
 }
 
 // ---- reading codes back
@@ -281,13 +304,13 @@ void unpack(ThreadPool& pool, const MatrixView& matrix, float* values) {
   });
 }
 
-void interleave_rows(const std::byte* source, Format dtype, int32_t rows, int32_t cols,
-                     std::byte* packed) {
+int64_t interleave_rows(const std::byte* source, Format dtype, int32_t rows, int32_t cols,
+                        std::byte* packed) {
   if (dtype == Format::F32) {
-    interleave_all<uint32_t>(source, rows, cols, packed);
-  } else {
-    interleave_all<uint16_t>(source, rows, cols, packed);
+    return interleave_all<uint32_t>(source, 0x7f800000u, rows, cols, packed);
   }
+  const uint16_t exponent = dtype == Format::F16 ? 0x7c00u : 0x7f80u;
+  return interleave_all<uint16_t>(source, exponent, rows, cols, packed);
 }
 
 void widen_row(const std::byte* source, Format dtype, int64_t count, float* values) {

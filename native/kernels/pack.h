@@ -28,10 +28,11 @@ void unpack(ThreadPool& pool, const MatrixView& matrix, float* values);
 // The real values of one output: [cols] float32.
 void unpack_row(const MatrixView& matrix, int32_t row, float* values);
 
-// Row-major to 16-interleaved in the same floating type, bytes unchanged and unchecked; fills
+// Row-major to 16-interleaved in the same floating type, bytes unchanged; fills
 // packed_bytes(dtype, rows, cols, 1) bytes. Serial: reader threads call it.
-void interleave_rows(const std::byte* source, Format dtype, int32_t rows, int32_t cols,
-                     std::byte* packed);
+// Returns the row-major index of the first NaN or infinity, or -1; it is copied all the same.
+int64_t interleave_rows(const std::byte* source, Format dtype, int32_t rows, int32_t cols,
+                        std::byte* packed);
 
 // One row-major row of a floating format as float32.
 void widen_row(const std::byte* source, Format dtype, int64_t count, float* values);

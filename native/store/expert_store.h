@@ -33,9 +33,10 @@
 namespace headrace::store {
 
 // Interleaves `rows` row-major rows of `cols` values into packed blocks of 16 outputs, the last one
-// padded with zero rows. Given from outside: the store knows no arithmetic.
-using Repack = void (*)(const std::byte* source, Format dtype, int32_t rows, int32_t cols,
-                        std::byte* dest);
+// padded with zero rows. Given from outside: the store knows no arithmetic. Returns the row-major
+// index of the first value that is no finite number, or -1.
+using Repack = int64_t (*)(const std::byte* source, Format dtype, int32_t rows, int32_t cols,
+                           std::byte* dest);
 
 struct RecordPart {
   int32_t file;

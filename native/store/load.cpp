@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <utility>
 
 #include "io/checksum.h"
 
@@ -23,6 +24,8 @@ int64_t element_bytes(Format format) { return format == Format::F32 ? 4 : 2; }
 bool is_floating(Format format) {
   return format == Format::F32 || format == Format::F16 || format == Format::BF16;
 }
+
+int64_t num_values(const ExpertMatrix& matrix) { return int64_t{matrix.rows} * matrix.cols; }
 
 int64_t row_bytes(const ExpertMatrix& matrix) { return matrix.cols * element_bytes(matrix.format); }
 
@@ -148,13 +151,25 @@ void ExpertStore::Load::consume(int32_t index, std::byte* bytes) {
     std::memmove(bytes - misfit, bytes, at(run.count * row_bytes(one)));
     bytes -= misfit;
   }
-  store_.table_.repack(bytes, one.format, run.count, one.cols,
-                       store_.slot_data(slot_) + one.offset + run.first * row_bytes(one));
+  const int64_t bad =
+      store_.table_.repack(bytes, one.format, run.count, one.cols,
+                           store_.slot_data(slot_) + one.offset + run.first * row_bytes(one));
+  if (bad >= 0) note_bad_weight(run.part, int64_t{run.first} * one.cols + bad);
+}
+
+void ExpertStore::Load::note_bad_weight(int32_t part, int64_t index) {
+  for (int32_t before = 0; before < part; ++before)
+    index += num_values(matrix(store_.table_.layout, before));
+  int64_t seen = first_bad_.load();
+  while (index < seen && !first_bad_.compare_exchange_weak(seen, index)) {
+  }
 }
 
 void ExpertStore::Load::finished(const std::optional<io::ReadFailure>& failure,
                                  int64_t bytes_read) {
-  store_.loaded(*this, failure ? read_error(*failure) : checksum_error(), bytes_read);
+  std::string error = failure ? read_error(*failure) : weight_error();
+  if (error.empty()) error = checksum_error();
+  store_.loaded(*this, std::move(error), bytes_read);
 }
 
 std::string ExpertStore::Load::place() const {
@@ -187,6 +202,23 @@ std::string ExpertStore::Load::read_error(const io::ReadFailure& failure) const 
   }
   return "expert record cannot be read: " + where +
          "\nhint: check the drive, then run `headrace inspect --verify MODEL`";
+}
+
+std::string ExpertStore::Load::weight_error() const {
+  int64_t index = first_bad_.load();
+  if (index == INT64_MAX) return "";
+  int32_t part = 0;
+  while (index >= num_values(matrix(store_.table_.layout, part)))
+    index -= num_values(matrix(store_.table_.layout, part++));
+  const ExpertMatrix& one = matrix(store_.table_.layout, part);
+  const RecordPart& place = store_.parts(record_)[at(part)];
+  return "expert weight is not finite: " + this->place() + ", matrix " + kPartNames[at(part)] +
+         ", file " + store_.files_[at(place.file)]->path() +
+         "\nexpected finite values only, got a NaN or infinity at index [" +
+         std::to_string(index / one.cols) + ", " + std::to_string(index % one.cols) + "], offset " +
+         std::to_string(place.offset + index * element_bytes(one.format)) +
+         "\nhint: the checkpoint is damaged, or was saved from a run that diverged; run " +
+         "`headrace inspect --verify MODEL`";
 }
 
 std::string ExpertStore::Load::checksum_error() const {

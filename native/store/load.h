@@ -2,6 +2,8 @@
 // row-major matrices, the checksum, and the words for what went wrong.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
@@ -36,7 +38,9 @@ class ExpertStore::Load final : public io::ReadJob {
     int32_t count;
   };
   Rows rows(int32_t index) const;
+  void note_bad_weight(int32_t part, int64_t index);
   std::string read_error(const io::ReadFailure& failure) const;
+  std::string weight_error() const;    // empty if every weight repacked is a finite number
   std::string checksum_error() const;  // empty if the bytes are right
   std::string place() const;
 
@@ -45,6 +49,9 @@ class ExpertStore::Load final : public io::ReadJob {
   int32_t slot_;
   io::Priority priority_;
   int32_t num_blocks_ = 0;
+  // First NaN or infinity over gate, up and down taken as one run of values, whichever thread saw
+  // it; read after the last block.
+  std::atomic<int64_t> first_bad_{INT64_MAX};
 };
 
 }  // namespace headrace::store

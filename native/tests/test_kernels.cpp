@@ -2,6 +2,7 @@
 // that leave tails. Inputs end exactly where their buffers end, so that a sanitizer sees any read
 // beyond.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -109,8 +110,35 @@ void test_interleave_equals_pack(ThreadPool& pool) {
   const std::vector<float> w = random.floats(37 * 50);
   const Packed packed(pool, w, 37, 50, {Format::F32, 1});
   std::vector<std::byte> out(static_cast<size_t>(packed.view().nbytes()));
-  interleave_rows(reinterpret_cast<const std::byte*>(w.data()), Format::F32, 37, 50, out.data());
+  const int64_t bad = interleave_rows(reinterpret_cast<const std::byte*>(w.data()), Format::F32, 37,
+                                      50, out.data());
+  check(bad == -1);
   check(std::memcmp(out.data(), packed.view().data, out.size()) == 0);
+}
+
+// Every pattern of 16 bits, and the neighbours of f32's border: found exactly when not finite.
+void test_interleave_finds_what_is_not_finite() {
+  std::vector<std::byte> out(48 * 7 * 4);
+  for (const Format format : {Format::BF16, Format::F16}) {
+    for (uint32_t bits = 0; bits < 65536; ++bits) {
+      std::vector<uint16_t> values(37 * 7, 0x3c00);
+      values[200] = static_cast<uint16_t>(bits);
+      const float value =
+          format == Format::F16 ? float_from_f16(values[200]) : float_from_bf16(values[200]);
+      const int64_t bad = interleave_rows(reinterpret_cast<const std::byte*>(values.data()), format,
+                                          37, 7, out.data());
+      check(bad == (std::isfinite(value) ? -1 : 200));
+    }
+  }
+  for (const uint32_t bits : {0x7f7fffffu, 0x7f800000u, 0x7f800001u, 0x7fffffffu, 0xff7fffffu,
+                              0xff800000u, 0xffffffffu, 0x80000000u}) {
+    std::vector<float> values(37 * 7, 1.0f);
+    values[258] = std::bit_cast<float>(bits);
+    values[257] = values[258];
+    const int64_t bad = interleave_rows(reinterpret_cast<const std::byte*>(values.data()),
+                                        Format::F32, 37, 7, out.data());
+    check(bad == (std::isfinite(values[257]) ? -1 : 257));
+  }
 }
 
 void test_small_floats() {
@@ -306,6 +334,7 @@ void run_everything() {
     test_router_and_sampling(pool);
   }
   test_small_floats();
+  test_interleave_finds_what_is_not_finite();
   test_rows_of_floats();
   test_exp_of_everything();
   test_quantise_row_refuses_what_is_not_finite();

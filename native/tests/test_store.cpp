@@ -271,8 +271,8 @@ void test_close_during_reads() {
 
 // In place: three row-major matrices at odd places of two files.
 
-void plain_interleave(const std::byte* source, Format dtype, int32_t rows, int32_t cols,
-                      std::byte* dest) {
+int64_t plain_interleave(const std::byte* source, Format dtype, int32_t rows, int32_t cols,
+                         std::byte* dest) {
   const size_t size = dtype == Format::F32 ? 4 : 2;
   const int32_t padded = (rows + 15) / 16 * 16;
   for (int32_t row = 0; row < padded; ++row) {
@@ -293,6 +293,7 @@ void plain_interleave(const std::byte* source, Format dtype, int32_t rows, int32
       }
     }
   }
+  return -1;
 }
 
 void test_records_in_place() {

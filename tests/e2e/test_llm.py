@@ -148,6 +148,28 @@ def test_generation_fields_that_are_not_obeyed_are_named_once(
     assert "no_repeat_ngram_size = 3, num_beams = 4\n" in said[0] and "max_length" not in said[0]
 
 
+def test_a_weight_that_is_not_finite_is_named_where_it_lies(tiny: Path, tmp_path: Path) -> None:
+    from headrace.inspect import open_model
+
+    model = tmp_path / "model"
+    shutil.copytree(tiny, model)
+    _, checkpoint = open_model(model)
+    table = checkpoint.records
+    assert table is not None
+    last, size = len(table.layers) - 1, {"f32": 4}.get(str(table.repack), 2)
+    bits = {"bf16": 0x7FC0, "f16": 0x7E00, "f32": 0x7FC00000}[str(table.repack)]
+    for expert in range(table.num_experts):  # of the last layer: no router follows
+        path, at = table.files[table.file[last, expert, 2]], int(table.offset[last, expert, 2])
+        with path.open("r+b") as file:
+            file.seek(at + 5 * size)
+            file.write(bits.to_bytes(size, "little"))
+    with open_llm(model) as llm:
+        answer = llm.generate("hello", GREEDY)
+    assert answer.finish_reason == "error" and answer.error is not None
+    assert f"layer {table.layers[last]}, expert " in answer.error
+    assert "matrix down" in answer.error and "offset" in answer.error
+
+
 def test_eos_ends_an_answer_unless_ignored(tiny: Path, reference: list[Any]) -> None:
     end = reference[0].ids[6]
     with open_llm(tiny) as llm:

@@ -86,3 +86,44 @@ def test_a_failed_range_names_its_matrix(tmp_path: Path, faults: Callable[..., N
         pytest.raises(ExpertReadError, match=r"short: layer 4, expert 3, matrix down.*\n.*got 100"),
     ):
         read_all(store, 4, [3])
+
+
+BAD_BITS = {"bf16": (0x7F80, 0xFFC0), "f16": (0x7C00, 0xFE01), "f32": (0xFF800000, 0x7FC00000)}
+
+
+@pytest.mark.parametrize("format", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("start", [64, 77])
+@pytest.mark.parametrize("block_bytes", [4096, 1 << 20])
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_a_weight_that_is_not_finite_is_named_and_leaks_no_slot(
+    tmp_path: Path, format: str, start: int, block_bytes: int, direct: bool, part: int
+) -> None:
+    table, expected = make_table(tmp_path, format, start)
+    path = table.files[table.file[0, 3, part]]
+    matrix = table.layout.matrices[part]
+    size = 4 if format == "f32" else 2
+    good = path.read_bytes()
+    damaged = bytearray(good)
+    at = int(table.offset[0, 3, part])
+    indices = (matrix.cols * (matrix.rows - 2) + 3, matrix.cols * matrix.rows - 1)
+    for index, bits in zip(indices, BAD_BITS[format], strict=True):
+        damaged[at + index * size : at + (index + 1) * size] = bits.to_bytes(size, "little")
+    config = replace(ExpertConfig(), block_bytes=block_bytes, direct=direct)
+    with ExpertStore(table, num_slots=2, readers=config) as store:
+        path.write_bytes(damaged)
+        for _ in range(4):  # more often than there are slots
+            with pytest.raises(ExpertReadError) as caught:
+                read_all(store, 4, [3])
+            message = str(caught.value)
+            name = ("gate", "up", "down")[part]
+            assert f"not finite: layer 4, expert 3, matrix {name}, file {path}\n" in message
+            assert f"index [{matrix.rows - 2}, 3], offset {at + indices[0] * size}\n" in message
+            store.debug_check()
+        path.write_bytes(good)
+        for expert, got in read_all(store, 4, range(EXPERTS)).items():
+            for one in table.layout.matrices:
+                end = one.offset + one.nbytes
+                np.testing.assert_array_equal(
+                    got[one.offset : end], expected[expert, one.offset : end]
+                )
