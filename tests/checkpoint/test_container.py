@@ -53,6 +53,34 @@ def test_fingerprint_follows_the_manifest(container: Path) -> None:
     assert open_checkpoint(container, None).fingerprint != first
 
 
+def edit_header(path: Path, name: str, **fields: Any) -> None:
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    header[name].update(fields)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    path.write_bytes(data[:8] + text.ljust(start - 8) + data[start:])
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "fields"),
+    [
+        ("experts-001.safetensors", "layers.1.experts.2", {"dtype": "I8"}),
+        ("dense.safetensors", "lm_head.weight", {"dtype": "I8"}),
+        ("dense.safetensors", "model.norm.weight", {"dtype": "I32"}),
+        ("dense.safetensors", "model.embed_tokens.weight", {"dtype": "F16"}),
+        ("dense.safetensors", "model.embed_tokens.weight", {"shape": [64, 40]}),
+    ],
+)
+def test_header_of_another_dtype_or_shape_is_refused(
+    file: str, name: str, fields: dict[str, Any], container: Path
+) -> None:
+    edit_header(container / file, name, **fields)
+    with pytest.raises(CheckpointError, match="wrong dtype or shape") as error:
+        open_checkpoint(container, None)
+    assert name in str(error.value) and file in str(error.value)
+
+
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "other format": (lambda m: m.update(format="zip"), "format"),
     "newer version": (lambda m: m.update(version=2), "another format version"),
@@ -60,6 +88,11 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no recipe": (lambda m: m.pop("recipe"), "recipe"),
     "unknown recipe": (lambda m: m["recipe"].update(experts="q3"), "recipe"),
     "recipe of lists": (lambda m: m["recipe"].update(experts=[]), "recipe"),
+    "recipe of other experts": (lambda m: m["recipe"].update(experts="q8"), "by the recipe"),
+    "recipe of another group": (lambda m: m["recipe"].update(group=32), "by the recipe"),
+    "recipe of other dense": (lambda m: m["recipe"].update(dense="bf16"), "by the recipe"),
+    "other model_type": (lambda m: m.update(model_type="mixtral"), "model_type"),
+    "no model_type": (lambda m: m.pop("model_type"), "model_type"),
     "recipe with more": (lambda m: m["recipe"].update(more=1), "recipe"),
     "dense file elsewhere": (lambda m: m["dense"].update(file="../x"), r"dense\.file"),
     "expert file elsewhere": (
@@ -197,7 +230,8 @@ def test_verify_finds_a_flipped_bit_in_every_file(container: Path) -> None:
         path.write_bytes(whole)
     dense = container / "dense.safetensors"
     dense.write_bytes(dense.read_bytes() + b"more")
-    assert [d.tensor for d in verify(container).damaged] == ["header"]
+    with pytest.raises(CheckpointError, match=r"after the last tensor: file .*dense\.safetensors"):
+        verify(container)
 
 
 def test_every_byte_of_a_record_is_covered(container: Path) -> None:

@@ -78,6 +78,22 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize("extra", [1, 4096])
+@pytest.mark.parametrize("tensors", [GOOD, {}], ids=["some", "none"])
+def test_bytes_after_the_last_tensor_are_refused(
+    extra: int, tensors: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    path = tmp_path / "x.safetensors"
+    write_safetensors(path, tensors)
+    end = path.stat().st_size
+    read_header(path)
+    with path.open("ab") as file:
+        file.write(bytes(extra))
+    with pytest.raises(CheckpointError, match="after the last tensor") as error:
+        read_header(path)
+    assert f"end at byte {end}, got {end + extra} bytes" in str(error.value)
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_names_what_is_wrong(case: str, tmp_path: Path) -> None:
     header, message = BAD[case]

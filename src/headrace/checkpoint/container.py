@@ -74,6 +74,7 @@ class ContainerCheckpoint(Checkpoint):
         data = _read_manifest_bytes(path)
         self.manifest = parse_object(data, str(path / MANIFEST_NAME))
         reader = _ManifestReader(path, self.manifest)
+        reader.require_model_type(self.config.get("model_type"))
         self.recipe = reader.recipe()
         self.dense, self.dense_checksums = reader.dense()
         header = _open(path / DENSE_NAME)
@@ -88,6 +89,7 @@ class ContainerCheckpoint(Checkpoint):
         main = {n: c for n, c in layers.items() if first_mtp is None or n < first_mtp}
         mtp = {n: c for n, c in layers.items() if n not in main}
         layout = reader.layout() if layers else None
+        reader.require_recipe(self.recipe, self.dense, layout)
         self.records = _record_table(path, main, layout) if layout and main else None
         self.mtp_records = _record_table(path, mtp, layout) if layout and mtp else None
         self.fingerprint = _fingerprint(path, data)
@@ -191,12 +193,23 @@ def _match_dense(header: Header, dense: Mapping[str, DenseTensor]) -> Mapping[st
             f"first: {strange[0]}"
         )
     for name, entry in header.tensors.items():
-        if entry.nbytes != dense[name].stored_bytes:
+        tensor = dense[name]
+        if entry.nbytes != tensor.stored_bytes:
             raise CheckpointError(
                 f"tensor has the wrong length: {name}, file {header.path}\n"
-                f"expected {dense[name].stored_bytes} bytes by {MANIFEST_NAME}, got {entry.nbytes}"
+                f"expected {tensor.stored_bytes} bytes by {MANIFEST_NAME}, got {entry.nbytes}"
             )
+        _require_header(entry, tensor.stored_dtype, tensor.stored_shape)
     return header.tensors
+
+
+def _require_header(entry: TensorEntry, dtype: str, shape: tuple[int, ...]) -> None:
+    if entry.dtype != dtype or entry.shape != shape:
+        raise CheckpointError(
+            f"tensor has the wrong dtype or shape: {entry.name}, file {entry.path}\n"
+            f"expected {dtype} {list(shape)} by {MANIFEST_NAME}, "
+            f"got {entry.dtype} {list(entry.shape)}"
+        )
 
 
 def _record_table(path: Path, layers: Mapping[int, list[int]], layout: RecordLayout) -> RecordTable:
@@ -222,6 +235,7 @@ def _record_table(path: Path, layers: Mapping[int, list[int]], layout: RecordLay
                     f"expected {layout.record_bytes} bytes at a multiple of {RECORD_ALIGNMENT}, "
                     f"got {entry.nbytes} at {entry.offset}"
                 )
+            _require_header(entry, "U8", (layout.record_bytes,))
             offset[i, expert, 0] = entry.offset
     file = np.broadcast_to(np.arange(len(layers), dtype=np.int32)[:, None, None], shape)
     return RecordTable(
@@ -266,6 +280,31 @@ class _ManifestReader:
         if not isinstance(value, dict):
             raise self.error(where + key, "an object", value)
         return value
+
+    def require_model_type(self, expected: Any) -> None:
+        """Raise CheckpointError unless the manifest names the architecture that the config does."""
+        got = self.manifest.get("model_type")
+        if got != expected:
+            raise self.error("model_type", f"{str(expected)[:100]!r} as in {CONFIG_NAME}", got)
+
+    def require_recipe(
+        self, recipe: Recipe, dense: Mapping[str, DenseTensor], layout: RecordLayout | None
+    ) -> None:
+        """Raise CheckpointError unless every matrix is stored as the recipe says.
+
+        Routers are float32 whatever the recipe; so may be any dense matrix.
+        """
+        if layout is not None:
+            expected = (recipe.experts, recipe.group_of(recipe.experts))
+            if (layout.gate.format, layout.gate.group) != expected:
+                got = (layout.gate.format, layout.gate.group)
+                raise self.error("experts.layout", f"{expected} by the recipe", got)
+        allowed = {("f32", 1), (recipe.dense, recipe.group_of(recipe.dense))}
+        for tensor in dense.values():
+            if tensor.kind == "matrix" and (tensor.format, tensor.group) not in allowed:
+                expected = (recipe.dense, recipe.group_of(recipe.dense))
+                where = f"dense.tensors.{tensor.name}"
+                raise self.error(where, f"{expected} by the recipe", (tensor.format, tensor.group))
 
     def recipe(self) -> Recipe:
         """Return how the weights were stored."""

@@ -76,6 +76,16 @@ class DenseTensor:
         """Bytes in the file: packed matrices are padded so that the next tensor is aligned too."""
         return align_up(self.nbytes, RECORD_ALIGNMENT) if self.kind == "matrix" else self.nbytes
 
+    @property
+    def stored_dtype(self) -> str:
+        """In the file's header, as safetensors names it."""
+        return "U8" if self.kind == "matrix" else _SAFETENSORS_NAMES[self.format]
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """In the file's header."""
+        return (self.stored_bytes,) if self.kind == "matrix" else self.shape
+
     def describe(self, checksum: int) -> dict[str, Any]:
         """Return the tensor's entry in the manifest."""
         return {
@@ -137,9 +147,7 @@ def dense_header(tensors: Sequence[DenseTensor]) -> bytes:
 
     def entries() -> Iterator[tuple[str, str, Sequence[int], int]]:
         for t in tensors:
-            packed = t.kind == "matrix"
-            dtype = "U8" if packed else _SAFETENSORS_NAMES[t.format]
-            yield t.name, dtype, (t.stored_bytes,) if packed else t.shape, t.stored_bytes
+            yield t.name, t.stored_dtype, t.stored_shape, t.stored_bytes
 
     return padded_header(entries())
 

@@ -102,7 +102,10 @@ def _parse_entry(
     return TensorEntry(name, dtype, tuple(shape), path, data_start + begin, end - begin)
 
 
-def _check_overlap(entries: Iterable[TensorEntry], path: Path) -> None:
+def _check_cover(
+    entries: Iterable[TensorEntry], path: Path, data_start: int, file_bytes: int
+) -> None:
+    """Check that the tensors do not overlap, and that the file ends with the last of them."""
     last: TensorEntry | None = None
     for entry in sorted((e for e in entries if e.nbytes), key=lambda e: e.offset):
         if last is not None and entry.offset < last.offset + last.nbytes:
@@ -112,6 +115,13 @@ def _check_overlap(entries: Iterable[TensorEntry], path: Path) -> None:
                 f"got {entry.offset}"
             )
         last = entry
+    end = data_start if last is None else last.offset + last.nbytes
+    if file_bytes != end:
+        raise CheckpointError(
+            f"bytes after the last tensor: file {path}\n"
+            f"expected the file to end at byte {end}, got {file_bytes} bytes\n"
+            "hint: the file is damaged, or is not safetensors; download it again"
+        )
 
 
 def read_header(path: Path) -> Header:
@@ -122,7 +132,8 @@ def read_header(path: Path) -> Header:
 
     Raises:
         CheckpointError: the file is missing, shorter than its header says, not valid JSON, or names
-            a tensor twice, outside the file, over another one, or with a length its shape denies.
+            a tensor twice, outside the file, over another one, or with a length its shape denies;
+            or the file goes on after the last tensor.
     """
     try:
         with path.open("rb") as file:
@@ -155,7 +166,7 @@ def read_header(path: Path) -> Header:
         name: _parse_entry(name, value, path, start, file_bytes - start)
         for name, value in content.items()
     }
-    _check_overlap(tensors.values(), path)
+    _check_cover(tensors.values(), path, start, file_bytes)
     return Header(path, tensors, metadata, start, file_bytes)
 
 
