@@ -20,6 +20,7 @@ class Names:
 
 
 NAMES = Names()
+TOKENIZER = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
@@ -137,7 +138,7 @@ def write_checkpoint(
     tensors = random_tensors(shape, seed, dtype)
     (path / "config.json").write_text(json.dumps(shape.config))
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
-    (path / "tokenizer.json").write_text("{}")
+    (path / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     # Sorted by name as text, so that experts do not lie in the order of their ids.
     names = sorted(tensors)
     if shards == 1:

@@ -256,6 +256,18 @@ def test_resume_with_other_options_is_refused(tmp_path: Path) -> None:
     assert contents(tmp_path / "out.partial") == before
 
 
+@pytest.mark.parametrize("damage", ["missing", "damaged"])
+def test_a_source_without_a_tokenizer_is_refused_before_anything_is_written(
+    damage: str, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path / "hf")
+    path = tmp_path / "hf" / "tokenizer.json"
+    path.unlink() if damage == "missing" else path.write_text("{}")
+    with pytest.raises(CheckpointError, match=f"tokenizer is {damage}: .*tokenizer.json"):
+        convert(tmp_path / "hf", tmp_path / "out", Recipe())
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "header", "note"])
 def test_damaged_finished_file_is_written_again(damage: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "hf")

@@ -96,6 +96,8 @@ def write_checkpoint(folder: Path) -> Path:
     """Write the model as a Hugging Face directory of one float32 safetensors file."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}  # `convert` asks for one
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
     tensors = _tensors()
     header: dict[str, object] = {}
     offset = 0

@@ -22,6 +22,7 @@ from headrace.errors import CheckpointError, UnsupportedModelError
 from headrace.models.names import NameTable
 from headrace.models.registry import REGISTRY, check_weights, expert_names, load_spec
 from headrace.models.spec import ModelSpec
+from headrace.tokenizer import Tokenizer
 
 MANIFEST_BYTES_PER_RECORD = 24
 MANIFEST_BYTES_PER_TENSOR = 512
@@ -68,7 +69,8 @@ def make_plan(path: Path, recipe: Recipe) -> ConvertPlan:
     """Open the source, check it as a model, and lay the container out.
 
     Raises:
-        CheckpointError: the source is damaged or incomplete, or is a container already.
+        CheckpointError: the source is damaged or incomplete (its tokenizer is part of it), or is a
+            container already.
         UnsupportedModelError: nothing here computes the model, or a tensor's dtype is foreign.
         ConfigError: its config holds a field that is not understood.
     """
@@ -80,6 +82,7 @@ def make_plan(path: Path, recipe: Recipe) -> ConvertPlan:
             "hint: it runs as it is; to store it otherwise, convert from the original weights"
         )
     check_weights(spec, source)
+    Tokenizer.of(source)  # refused now as it would be by whoever runs the container
     names = REGISTRY[spec.model_type].names
     tables = [t for t in (source.records, source.mtp_records) if t is not None]
     layout = None
