@@ -250,10 +250,40 @@ def test_resume_with_other_options_is_refused(tmp_path: Path) -> None:
         convert(tmp_path / "hf", tmp_path / "out", Recipe("q4", "q8", 32))
     assert "'group': 32" in str(error.value)
     assert "'group': 64" in str(error.value)
-    write_checkpoint(tmp_path / "hf", seed=1)
+    assert f"remove the directory `{tmp_path / 'out.partial'}`" in str(error.value)
+    write_checkpoint(tmp_path / "other", seed=1)
     with pytest.raises(ConfigError, match="another source"):
-        convert(tmp_path / "hf", tmp_path / "out", Recipe("q4", "q8", 64))
+        convert(tmp_path / "other", tmp_path / "out", Recipe("q4", "q8", 64))
     assert contents(tmp_path / "out.partial") == before
+
+
+@pytest.mark.parametrize("calls", [1, 2, 30])
+def test_a_repaired_source_starts_anew_and_says_so(
+    calls: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    tensors = write_checkpoint(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "whole", Recipe())
+    good = (tmp_path / "hf" / "model.safetensors").read_bytes()
+    tensors[name].reshape(-1)[33] = 0xFFC0
+    write_safetensors(tmp_path / "hf" / "model.safetensors", tensors)
+    with pytest.raises((CheckpointError, Stop)):
+        convert(tmp_path / "hf", tmp_path / "out", Recipe(), stop_after(calls))
+    finished = len(list((tmp_path / "out.partial").glob("*.safetensors")))
+    (tmp_path / "hf" / "model.safetensors").write_bytes(good)
+    report = convert(tmp_path / "hf", tmp_path / "out", Recipe())
+    assert report.kept_files == 0
+    assert "starting anew" in caplog.text and f"{finished} finished files" in caplog.text
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_partial_without_finished_files_gives_way_to_any_conversion(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "hf")
+    with pytest.raises(Stop):
+        convert(tmp_path / "hf", tmp_path / "out", Recipe("q8"), stop_after(1))
+    assert (tmp_path / "out.partial").is_dir()
+    convert(tmp_path / "hf", tmp_path / "out", Recipe())
+    assert _container(tmp_path / "out").recipe == Recipe()
 
 
 @pytest.mark.parametrize("damage", ["missing", "damaged"])

@@ -6,6 +6,7 @@ the file. The order of the last steps is manifest, removal of the journal, renam
 a manifest is complete.
 """
 
+import logging
 import os
 import shutil
 import sys
@@ -25,9 +26,13 @@ from headrace.errors import CheckpointError, ConfigError, EngineError
 if sys.platform != "win32":
     import fcntl
 
+_log = logging.getLogger(__name__)
+
 PARTIAL_SUFFIX = ".partial"
 _JOURNAL = "journal"
 _BINDING = "binding.json"
+_PLACE = "source_path"
+"""Where the source lay: beside what binds, so that a changed source is told from another one."""
 
 
 def is_published(dest: Path, binding: Mapping[str, Any]) -> bool:
@@ -98,12 +103,16 @@ class Journal:
         """Whether all files are written and only the rename is missing."""
         return (self.partial / MANIFEST_NAME).is_file()
 
-    def begin(self, binding: dict[str, Any]) -> bool:
+    def begin(self, binding: dict[str, Any], place: str | None = None) -> bool:
         """Create the directory, or accept the one that an earlier run with the same binding left.
+
+        One of another binding is emptied, with a notice in the log, if nothing in it is finished or
+        if its source, by `place`, is this one before it changed.
 
         Args:
             binding: what makes two containers the same, under the keys of the manifest: format
                 version, recipe, source.
+            place: where the source lies, if it is files.
 
         Returns:
             whether earlier work is resumed.
@@ -118,16 +127,20 @@ class Journal:
             self._require_same({key: manifest.get(key) for key in binding}, binding)
             return True
         if (self.directory / _BINDING).is_file():
-            self._require_same(read_object(self.directory / _BINDING), binding)
-            self._remove_temporary()
-            return True
-        if self.partial.exists() and not self.partial.is_dir():
+            found = read_object(self.directory / _BINDING)
+            found_place = found.pop(_PLACE, None)
+            if found == binding:
+                self._remove_temporary()
+                return True
+            has_changed = place is not None and found_place == place
+            self._begin_anew(found, binding, has_changed)
+        elif self.partial.exists() and not self.partial.is_dir():
             raise ConfigError(
                 f"no directory: {self.partial}\n"
                 "expected it to be free for the unfinished container\n"
                 "hint: remove it, or choose another destination"
             )
-        if self.partial.exists():
+        elif self.partial.exists():
             strange = [p.name for p in self.partial.iterdir() if p.name != _JOURNAL]
             if strange:
                 raise ConfigError(
@@ -137,7 +150,7 @@ class Journal:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._take_lock()
         self._remove_temporary()
-        write_json(self.directory / _BINDING, binding)
+        write_json(self.directory / _BINDING, {**binding, _PLACE: place})
         sync_directory(self.partial)
         sync_directory(self.partial.parent)
         return False
@@ -145,12 +158,41 @@ class Journal:
     def _require_same(self, found: dict[str, Any], binding: dict[str, Any]) -> None:
         if found == binding:
             return
-        key = next(k for k in binding if found.get(k) != binding[k])
+        key = next((k for k in binding if found.get(k) != binding[k]), "binding")
         raise ConfigError(
             f"an unfinished container with another {key} exists: {self.partial}\n"
-            f"expected {binding[key]}, got {found.get(key)}\n"
-            f"hint: give the options of that run to finish it, or remove {self.partial.name}"
+            f"expected {binding.get(key)}, got {found.get(key)}\n"
+            "hint: finish it with the source and options it was begun with, or start anew: remove "
+            f"the directory `{self.partial}` and run this command again"
         )
+
+    def _begin_anew(
+        self, found: dict[str, Any], binding: dict[str, Any], has_changed: bool
+    ) -> None:
+        """Empty the directory if that loses nothing; killed within, it is still what it was.
+
+        Raises:
+            ConfigError: it holds files of another source, or of another recipe.
+        """
+        finished = [p.name for p in self.partial.iterdir() if self.finished(p.name) is not None]
+        is_other_source = found.get("source") != binding.get("source")
+        is_same_otherwise = {**found, "source": None} == {**binding, "source": None}
+        if finished and not (has_changed and is_other_source and is_same_otherwise):
+            self._require_same(found, binding)
+        reason = (
+            "the source has changed since" if has_changed and finished else "nothing is finished"
+        )
+        _log.warning(
+            "starting anew: %s: %s, %d finished files are dropped",
+            self.partial, reason, len(finished),
+        )  # fmt: skip
+        # Files first: a note without its file means nothing, and the binding says whose all is.
+        for path in self.partial.iterdir():
+            if path.name != _JOURNAL:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in self.directory.iterdir():
+            if path.name != _BINDING:
+                path.unlink()
 
     def _remove_temporary(self) -> None:
         for directory in (self.partial, self.directory):

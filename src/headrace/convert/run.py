@@ -81,6 +81,11 @@ def convert(
     The directory `DEST.partial` holds the work until it is complete; then it gets its name. The
     same call resumes a killed conversion. The same source and recipe give the same bytes.
 
+    A directory `DEST.partial` of another source or recipe is begun anew, with a notice in the log,
+    if nothing in it is finished, or if its source lay at the same path and has changed since, as
+    when a damaged weight was repaired: none of its files can be completed any more. Else it may be
+    somebody's work of hours, and the call is refused; the message says how to go on.
+
     Args:
         source: directory of a Hugging Face checkpoint; only read.
         dest: the container to make. It must not exist, unless it is a finished container of the
@@ -90,7 +95,8 @@ def convert(
 
     Raises:
         ConfigError: the destination exists, belongs to another conversion or lies in the source.
-        CheckpointError: the source is damaged, holds a NaN or infinity, or the drive is full.
+        CheckpointError: the source is damaged, has no tokenizer that works, holds a NaN or
+            infinity, or the drive is full.
         UnsupportedModelError: nothing here computes the model.
     """
     dest = dest.resolve()
@@ -107,7 +113,7 @@ def convert(
     try:
         with Journal(dest) as journal:
             journal.require_space(plan.file_bytes(), plan.other_bytes())
-            journal.begin(binding)
+            journal.begin(binding, str(source.resolve()))
             kept = _Conversion(plan, journal, progress).run(binding)
     except OSError as error:
         raise CheckpointError(f"cannot write {dest}: {error.strerror or error}") from error
