@@ -21,7 +21,13 @@ from hypothesis import strategies as st
 
 from headrace import _core
 from headrace.checkpoint import HuggingFaceCheckpoint, open_checkpoint
-from headrace.errors import CheckpointError, EngineError, RequestError, UnsupportedModelError
+from headrace.errors import (
+    CheckpointError,
+    EngineError,
+    NumericError,
+    RequestError,
+    UnsupportedModelError,
+)
 from headrace.inspect import describe
 
 
@@ -232,3 +238,16 @@ def test_file_cut_after_opening(tmp_path: Path) -> None:
         for name, info in checkpoint.tensors.items():
             if len(info.shape) == 2:
                 checkpoint.load_matrix(name)
+
+
+@pytest.mark.parametrize("bits", [0x7F80, 0xFFC0])
+def test_an_embedding_row_from_the_drive_that_is_not_finite_is_named(
+    bits: int, tmp_path: Path
+) -> None:
+    tensors = write_checkpoint(tmp_path)
+    tensors["model.embed_tokens.weight"][7, 63] = bits
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    table = open_checkpoint(tmp_path, NAMES).embedding("model.embed_tokens.weight", resident=False)
+    table(np.array([3, 6, 8], np.int32))
+    with pytest.raises(NumericError, match="embedding of token 7 is not finite"):
+        table(np.array([3, 7], np.int32))

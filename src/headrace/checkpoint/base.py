@@ -16,7 +16,7 @@ from headrace import _core
 from headrace.arrays import Bytes, Float32, Int32
 from headrace.checkpoint.jsonfile import read_object
 from headrace.checkpoint.records import RecordTable
-from headrace.errors import CheckpointError, RequestError
+from headrace.errors import CheckpointError, NumericError, RequestError
 
 Matrix: TypeAlias = _core.Matrix
 CONFIG_NAME = "config.json"
@@ -98,6 +98,8 @@ class EmbeddingTable:
 
         Raises:
             RequestError: an id is outside the vocabulary.
+            NumericError: a row read from the drive holds a NaN or infinity; resident tables were
+                searched when they were loaded.
         """
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self.shape[0]):
             raise RequestError(
@@ -107,7 +109,14 @@ class EmbeddingTable:
         if isinstance(self._source, _core.Matrix):
             return _core.embedding_packed(np.ascontiguousarray(ids, np.int32), self._source)
         if isinstance(self._source, _core.RowReader):
-            return to_float32(self._source.read(np.ascontiguousarray(ids, np.int32)), self.format)
+            wide = to_float32(self._source.read(np.ascontiguousarray(ids, np.int32)), self.format)
+            bad = np.flatnonzero(~np.isfinite(wide).all(axis=1))
+            if len(bad):
+                raise NumericError(
+                    f"embedding of token {ids[bad[0]]} is not finite\n"
+                    "expected finite values only, got a NaN or infinity"
+                )
+            return wide
         rows: Bytes = self._source[ids]
         return to_float32(rows, self.format)
 
