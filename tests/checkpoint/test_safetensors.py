@@ -74,7 +74,9 @@ BAD = {
     "offsets astronomical": (_changed(data_offsets=[0, (1 << 63) - 1]), "outside its file"),
     "three offsets": (_changed(data_offsets=[0, 8, 24]), "malformed data_offsets"),
     "offsets of text": (_changed(data_offsets=["0", "24"]), "malformed data_offsets"),
-    "overlap": (_changed(data_offsets=[8, 32]), "overlap"),
+    "overlap": (_changed(shape=[2, 4], data_offsets=[0, 32]), "overlap"),
+    "hole before the first": (_changed(data_offsets=[8, 32]), "between the header and a"),
+    "hole between two": (_changed(shape=[2, 2], data_offsets=[0, 16]), "between a and b"),
 }
 
 

@@ -105,17 +105,20 @@ def _parse_entry(
 def _check_cover(
     entries: Iterable[TensorEntry], path: Path, data_start: int, file_bytes: int
 ) -> None:
-    """Check that the tensors do not overlap, and that the file ends with the last of them."""
-    last: TensorEntry | None = None
+    """Check that the tensors cover the data: no overlap, no hole, nothing after the last one."""
+    end, last = data_start, "the header"
     for entry in sorted((e for e in entries if e.nbytes), key=lambda e: e.offset):
-        if last is not None and entry.offset < last.offset + last.nbytes:
+        if entry.offset < end:
             raise CheckpointError(
-                f"tensors overlap: {last.name} and {entry.name}, file {path}\n"
-                f"expected {entry.name} at byte {last.offset + last.nbytes} or later, "
-                f"got {entry.offset}"
+                f"tensors overlap: {last} and {entry.name}, file {path}\n"
+                f"expected {entry.name} at byte {end} or later, got {entry.offset}"
             )
-        last = entry
-    end = data_start if last is None else last.offset + last.nbytes
+        if entry.offset > end:
+            raise CheckpointError(
+                f"bytes that belong to no tensor: between {last} and {entry.name}, file {path}\n"
+                f"expected {entry.name} at byte {end}, got {entry.offset}"
+            )
+        end, last = entry.offset + entry.nbytes, entry.name
     if file_bytes != end:
         raise CheckpointError(
             f"bytes after the last tensor: file {path}\n"
@@ -133,7 +136,7 @@ def read_header(path: Path) -> Header:
     Raises:
         CheckpointError: the file is missing, shorter than its header says, not valid JSON, or names
             a tensor twice, outside the file, over another one, or with a length its shape denies;
-            or the file goes on after the last tensor.
+            or bytes between the tensors or after the last one belong to none.
     """
     try:
         with path.open("rb") as file:
