@@ -127,6 +127,10 @@ class ExpertConfig:
             self.history_path is None or isinstance(self.history_path, Path),
             "history_path", "a pathlib.Path", self.history_path,
         )  # fmt: skip
+        _require(
+            self.history_path is None or self.history != "off",
+            "history_path", "a history that is not off", str(self.history_path),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

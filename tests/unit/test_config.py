@@ -1,4 +1,5 @@
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +86,7 @@ def test_sampling_out_of_range_is_named(options: dict[str, Any]) -> None:
         (ExpertConfig, {"half_life_tokens": 10**400}),
         (EngineConfig, {"threads": 10**30}),
         (ExpertConfig, {"history_path": "counts.json"}),
+        (ExpertConfig, {"history_path": Path("counts.json"), "history": "off"}),
         (EngineConfig, {"memory": "2GiB"}),
         (EngineConfig, {"context": 1}),
         (EngineConfig, {"sequences": 0}),
