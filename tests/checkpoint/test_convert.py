@@ -94,7 +94,7 @@ def test_container_holds_the_packed_weights(recipe: Recipe, tmp_path: Path) -> N
             continue
         matrix = checkpoint.load_matrix(name)
         if name.endswith("mlp.gate.weight"):
-            assert matrix.format == "f32", "routers stay exact"
+            assert matrix.format == "bf16", "routers stay as in the source: exact"
             np.testing.assert_array_equal(_core.unpack(matrix), from_bf16(tensors[name]))
         elif name == "model.embed_tokens.weight":
             np.testing.assert_array_equal(_core.unpack(matrix), from_bf16(tensors[name]))

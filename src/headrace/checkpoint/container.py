@@ -42,6 +42,7 @@ from headrace.checkpoint.layout import (
     record_name,
 )
 from headrace.checkpoint.records import (
+    FLOAT_FORMATS,
     RECORD_ALIGNMENT,
     RecordLayout,
     RecordTable,
@@ -292,14 +293,15 @@ class _ManifestReader:
     ) -> None:
         """Raise CheckpointError unless every matrix is stored as the recipe says.
 
-        Routers are float32 whatever the recipe; so may be any dense matrix.
+        Routers keep the source's floating format whatever the recipe; so may any dense matrix.
         """
         if layout is not None:
             expected = (recipe.experts, recipe.group_of(recipe.experts))
             if (layout.gate.format, layout.gate.group) != expected:
                 got = (layout.gate.format, layout.gate.group)
                 raise self.error("experts.layout", f"{expected} by the recipe", got)
-        allowed = {("f32", 1), (recipe.dense, recipe.group_of(recipe.dense))}
+        exact = {(format, 1) for format in FLOAT_FORMATS.values()}
+        allowed = exact | {(recipe.dense, recipe.group_of(recipe.dense))}
         for tensor in dense.values():
             if tensor.kind == "matrix" and (tensor.format, tensor.group) not in allowed:
                 expected = (recipe.dense, recipe.group_of(recipe.dense))

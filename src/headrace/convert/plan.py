@@ -143,7 +143,7 @@ def _plan_tensor(
         )
     router = names.layer.get("router")
     if router is not None and name.endswith("." + router):
-        return DenseTensor(name, "matrix", "f32", 1, info.shape)
+        return DenseTensor(name, "matrix", format, 1, info.shape)  # exact; widened when loaded
     if name == names.name("embed_tokens") and not spec.tie_word_embeddings:
         return DenseTensor(name, "rows", format, 1, info.shape)
     group = recipe.group_of(recipe.dense)
