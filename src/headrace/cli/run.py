@@ -12,6 +12,8 @@ from headrace.config import EngineConfig, SamplingParams
 if TYPE_CHECKING:
     from headrace.llm import LLM, Completion, Stream
 
+# The tag asks the demo for the manner that it knows best; its card names the others.
+DEMO_PROMPT = "<austen>Elizabeth was surprised, and"
 DEFAULT_PROMPT = "Once upon a time"
 
 
@@ -28,7 +30,7 @@ def command(
         typer.Argument(
             metavar="PROMPT",
             help="the text; `-` reads it from stdin",
-            show_default=DEFAULT_PROMPT,
+            show_default="the beginning of a story",
         ),
     ] = None,
     chat: Annotated[
@@ -73,10 +75,12 @@ def _model_and_prompt(first: str | None, second: str | None) -> tuple[str, str]:
 
     if second is None and first is not None and not is_model_name(first):
         first, second = DEMO, first
-    prompt = DEFAULT_PROMPT if second is None else second
-    if prompt == "-":
-        prompt = sys.stdin.read()
-    return DEMO if first is None else first, prompt
+    model = DEMO if first is None else first
+    if second == "-":
+        return model, sys.stdin.read()
+    if second is None:
+        return model, DEMO_PROMPT if model == DEMO else DEFAULT_PROMPT
+    return model, second
 
 
 def _start(
