@@ -30,63 +30,105 @@ float weight_at(const std::byte* data, Format dtype, int64_t index) {
   }
 }
 
-// ---- one group of one output: values in, integer codes and the scale's bits out
+// ---- a run of one row, widened
+
+template <class T, class Widen>
+void widen(const std::byte* data, int64_t index, int32_t count, Widen&& value, float* out) {
+  for (int32_t k = 0; k < count; ++k) out[k] = value(load_at<T>(data, index + k));
+}
+
+void load_run(const RowMajor& source, int64_t index, int32_t count, float* out) {
+  switch (source.dtype) {
+    case Format::F32:
+      return widen<float>(source.data, index, count, [](float x) { return x; }, out);
+    case Format::F16:
+      return widen<uint16_t>(source.data, index, count, float_from_f16, out);
+    default:
+      return widen<uint16_t>(source.data, index, count, float_from_bf16, out);
+  }
+}
+
+// By exponent bits and without a branch per weight, so that the loop stays one of vectors.
+bool is_all_finite(const float* weights, int32_t count) {
+  uint32_t is_bad = 0;
+  for (int32_t k = 0; k < count; ++k) {
+    const uint32_t bits = load_at<uint32_t>(reinterpret_cast<const std::byte*>(weights), k);
+    is_bad |= static_cast<uint32_t>((bits & 0x7f800000u) == 0x7f800000u);
+  }
+  return is_bad == 0;
+}
+
+// ---- one group of one output: values in, codes and the scale's bits out
 
 struct GroupCodes {
-  int8_t codes[64];
-  uint16_t scale;  // float16 bits, or an E8M0 byte
+  uint8_t codes[64];  // q8: int8; the others: a nibble each
+  uint16_t scale;     // float16 bits, or an E8M0 byte
 };
 
-int8_t rounded_code(float weight, float scale, float low, float high) {
-  if (scale == 0.0f) return 0;
-  return static_cast<int8_t>(std::lrint(std::clamp(weight / scale, low, high)));
+uint32_t magnitude_bits(float weight) {
+  return load_at<uint32_t>(reinterpret_cast<const std::byte*>(&weight), 0) & 0x7fffffffu;
+}
+
+// The largest magnitude. Bits of positive floats order as integers do, and a maximum of integers is
+// one of vectors under any compiler flags.
+float largest_magnitude(const float* weights, int32_t group) {
+  int32_t largest = 0;
+  for (int32_t i = 0; i < group; ++i) {
+    largest = std::max(largest, static_cast<int32_t>(magnitude_bits(weights[i])));
+  }
+  return load_at<float>(reinterpret_cast<const std::byte*>(&largest), 0);
+}
+
+// Codes rounded half to even and held inside low..high, plus `offset`. Adding 1.5 * 2^23 leaves a
+// float no bits below one, so that it rounds by itself and the code is in its low bits: exact,
+// since no quotient is far outside the codes.
+void round_codes(const float* weights, int32_t group, float scale, int32_t low, int32_t high,
+                 int32_t offset, uint8_t* codes) {
+  constexpr float kMagic = 12582912.0f;
+  constexpr int32_t kMagicBits = 0x4b400000;
+  if (scale == 0.0f) return void(std::fill_n(codes, group, static_cast<uint8_t>(offset)));
+  for (int32_t i = 0; i < group; ++i) {
+    const float shifted = weights[i] / scale + kMagic;
+    int32_t bits;
+    std::memcpy(&bits, &shifted, 4);
+    codes[i] = static_cast<uint8_t>(std::clamp(bits - kMagicBits, low, high) + offset);
+  }
 }
 
 // The scale carries the sign of the largest weight, so that it lands on -8, the code without a
 // twin.
 void quantise_q4(const float* weights, int32_t group, GroupCodes& out) {
-  float extreme = 0.0f;
-  for (int32_t i = 0; i < group; ++i) {
-    if (std::fabs(weights[i]) > std::fabs(extreme)) extreme = weights[i];
-  }
-  out.scale = f16_from_float(extreme / -8.0f);
-  const float scale = float_from_f16(out.scale);
-  for (int32_t i = 0; i < group; ++i) out.codes[i] = rounded_code(weights[i], scale, -8.0f, 7.0f);
+  const float largest = largest_magnitude(weights, group);
+  int32_t at = 0;
+  while (std::fabs(weights[at]) != largest) ++at;
+  out.scale = f16_from_float(weights[at] / -8.0f);
+  round_codes(weights, group, float_from_f16(out.scale), -8, 7, 8, out.codes);
 }
 
 void quantise_q8(const float* weights, int32_t group, GroupCodes& out) {
-  float largest = 0.0f;
-  for (int32_t i = 0; i < group; ++i) largest = std::max(largest, std::fabs(weights[i]));
-  out.scale = f16_from_float(largest / 127.0f);
-  const float scale = float_from_f16(out.scale);
-  for (int32_t i = 0; i < group; ++i) {
-    out.codes[i] = rounded_code(weights[i], scale, -127.0f, 127.0f);
-  }
+  out.scale = f16_from_float(largest_magnitude(weights, group) / 127.0f);
+  round_codes(weights, group, float_from_f16(out.scale), -127, 127, 0, out.codes);
 }
 
-// Nearest e2m1 magnitude of a value >= 0, ties to the even code; saturates at 6.
-int8_t e2m1_code(float value) {
-  constexpr float kUpper[7] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f};
-  int8_t code = 0;
-  for (int i = 0; i < 7; ++i) {
-    const bool tie_goes_up = i % 2 == 1;  // the code above, i + 1, is the even one
-    if (value > kUpper[i] || (value == kUpper[i] && tie_goes_up)) code = static_cast<int8_t>(i + 1);
-  }
-  return code;
+// Nearest e2m1 magnitude of a value >= 0, ties to the even code; saturates at 6. A code is the
+// number of borders below the value; a border belongs to the even one of its two codes.
+uint8_t e2m1_code(float value) {
+  return static_cast<uint8_t>((value > 0.25f) + (value >= 0.75f) + (value > 1.25f) +
+                              (value >= 1.75f) + (value > 2.5f) + (value >= 3.5f) + (value > 5.0f));
 }
 
 // Source: OCP Microscaling Formats v1.0, section 6.3: shared exponent floor(log2(amax)) -
 // emax(e2m1) = 2.
 void quantise_mxfp4(const float* weights, int32_t group, GroupCodes& out) {
-  float largest = 0.0f;
-  for (int32_t i = 0; i < group; ++i) largest = std::max(largest, std::fabs(weights[i]));
+  const float largest = largest_magnitude(weights, group);
   const int exponent = largest == 0.0f ? -127 : std::clamp(std::ilogb(largest) - 2, -127, 127);
   out.scale = static_cast<uint16_t>(exponent + 127);
+  const double factor = std::ldexp(1.0, -exponent);
   for (int32_t i = 0; i < group; ++i) {
-    // Exact in double for every float and exponent.
-    const double scaled = std::ldexp(static_cast<double>(std::fabs(weights[i])), -exponent);
-    const int8_t code = e2m1_code(static_cast<float>(std::min(scaled, 8.0)));
-    out.codes[i] = static_cast<int8_t>(weights[i] < 0.0f && code != 0 ? code | 8 : code);
+    // Exact in double for every float and exponent, and at most 8.
+    const float scaled = static_cast<float>(static_cast<double>(std::fabs(weights[i])) * factor);
+    const uint8_t code = e2m1_code(scaled);
+    out.codes[i] = static_cast<uint8_t>(code | (weights[i] < 0.0f && code != 0) << 3);
   }
 }
 
@@ -103,22 +145,22 @@ void quantise_group(Format format, const float* weights, int32_t group, GroupCod
 
 // ---- placing codes
 
+uint32_t four_codes(const uint8_t* codes) {
+  return load_at<uint32_t>(reinterpret_cast<const std::byte*>(codes), 0);
+}
+
+// Four codes of one output are neighbours in a vector of 64 bytes; of a nibble format, eight share
+// four bytes.
 void place_group(Format format, int32_t group, int32_t output, const GroupCodes& codes,
                  uint8_t* packed) {
-  for (int32_t k = 0; k < group; ++k) {
-    const int32_t vector = k / 4;
-    const int32_t byte = output * 4 + k % 4;
-    if (format == Format::Q8) {
-      packed[vector * 64 + byte] = static_cast<uint8_t>(codes.codes[k]);
-      continue;
-    }
-    const uint8_t nibble =
-        static_cast<uint8_t>(format == Format::Q4 ? codes.codes[k] + 8 : codes.codes[k]);
-    uint8_t& target = packed[vector / 2 * 64 + byte];
-    target = static_cast<uint8_t>(vector % 2 == 0 ? (target & 0xf0) | nibble
-                                                  : (target & 0x0f) | nibble << 4);
+  const bool is_nibbles = format != Format::Q8;
+  const int32_t step = is_nibbles ? 8 : 4;
+  for (int32_t k = 0; k < group; k += step) {
+    uint32_t word = four_codes(codes.codes + k);
+    if (is_nibbles) word |= four_codes(codes.codes + k + 4) << 4;
+    std::memcpy(packed + k / step * 64 + output * 4, &word, 4);
   }
-  uint8_t* scales = packed + (format == Format::Q8 ? group * 16 : group * 8);
+  uint8_t* scales = packed + (is_nibbles ? group * 8 : group * 16);
   if (format == Format::MXFP4) {
     scales[output] = static_cast<uint8_t>(codes.scale);
   } else {
@@ -160,19 +202,19 @@ void pack_quantised_block(const RowMajor& source, Format format, int32_t group, 
   for (int32_t output = 0; output < kBlockOutputs; ++output) {
     const int64_t row = block * kBlockOutputs + output;
     for (int64_t g = 0; g < groups; ++g) {
-      for (int32_t k = 0; k < group; ++k) {
-        const int64_t col = g * group + k;
-        const bool inside = row < source.rows && col < source.cols;
-        const int64_t index = row * source.cols + col;
-        weights[k] = inside ? weight_at(source.data, source.dtype, index) : 0.0f;
-        if (!std::isfinite(weights[k])) {
-          bad.report(index);
-          weights[k] = 0.0f;
-        }
+      const int64_t first = row * source.cols + g * group;
+      const int64_t left = row < source.rows ? source.cols - g * group : 0;
+      const int32_t count = static_cast<int32_t>(std::min<int64_t>(left, group));
+      load_run(source, first, count, weights);
+      std::fill(weights + count, weights + group, 0.0f);
+      if (!is_all_finite(weights, count)) {
+        const auto is_bad = [](float weight) { return !std::isfinite(weight); };
+        bad.report(first + (std::find_if(weights, weights + count, is_bad) - weights));
+        std::replace_if(weights, weights + count, is_bad, 0.0f);
       }
       quantise_group(format, weights, group, codes);
       if (format != Format::MXFP4 && (codes.scale & 0x7c00u) == 0x7c00u) {
-        bad.report(row * source.cols + g * group);
+        bad.report(first);
       }
       place_group(format, group, output, codes, packed + g * bytes);
     }
