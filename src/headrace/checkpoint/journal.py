@@ -251,6 +251,34 @@ class Journal:
             advance(stored)
         return noted
 
+    def keep_or_write(
+        self,
+        name: str,
+        header: bytes,
+        lengths: Sequence[tuple[int, int]],
+        advance: Callable[[int], None],
+        write: Callable[[], list[int]],
+    ) -> tuple[list[int], bool]:
+        """Keep a file that an earlier run finished and that is still sound, or write it.
+
+        Args:
+            name: of the file.
+            header: the bytes it begins with.
+            lengths: as in `verified`.
+            advance: called with the bytes done since the last call.
+            write: writes the file, reporting all but the header; returns its checksums.
+
+        Returns:
+            its checksums, and whether it was kept.
+        """
+        noted = self.verified(name, header, lengths, advance)
+        if noted is not None:
+            return noted, True
+        advance(len(header))
+        checksums = write()
+        self.finish(name, checksums)
+        return checksums, False
+
     def require_space(self, file_bytes: Mapping[str, int], other_bytes: int) -> None:
         """Check that what is not finished fits on the drive; makes nothing, so that a conversion
         that is refused leaves nothing behind.

@@ -5,7 +5,7 @@ list of tensors. docs/format.md says the same in prose. Touches no file.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -157,6 +157,28 @@ def expert_header(layer: int, num_experts: int, record_bytes: int) -> bytes:
     return padded_header(
         (record_name(layer, e), "U8", (record_bytes,), record_bytes) for e in range(num_experts)
     )
+
+
+def weight_file_bytes(
+    tensors: Sequence[DenseTensor],
+    layers: Iterable[int],
+    num_experts: int,
+    layout: RecordLayout | None,
+) -> dict[str, int]:
+    """Return the length of each weight file of a container, in the order of writing.
+
+    Args:
+        tensors: in `dense_order`.
+        layers: numbers of the layers with experts.
+        num_experts: E.
+        layout: of a record; None in a dense model.
+    """
+    sizes = {DENSE_NAME: len(dense_header(tensors)) + sum(t.stored_bytes for t in tensors)}
+    if layout is not None:
+        for layer in layers:
+            header = expert_header(layer, num_experts, layout.record_bytes)
+            sizes[expert_file_name(layer)] = len(header) + num_experts * layout.record_bytes
+    return sizes
 
 
 def describe_layout(layout: RecordLayout) -> dict[str, Any]:

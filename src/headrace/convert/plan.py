@@ -8,15 +8,7 @@ from pathlib import Path
 from headrace.checkpoint import HuggingFaceCheckpoint, TensorInfo, open_checkpoint, read_config
 from headrace.checkpoint.base import CONFIG_NAME, GENERATION_CONFIG_NAME
 from headrace.checkpoint.huggingface import tokenizer_files
-from headrace.checkpoint.layout import (
-    DENSE_NAME,
-    DenseTensor,
-    Recipe,
-    dense_header,
-    dense_order,
-    expert_file_name,
-    expert_header,
-)
+from headrace.checkpoint.layout import DenseTensor, Recipe, dense_order, weight_file_bytes
 from headrace.checkpoint.records import FLOAT_FORMATS, RecordLayout, make_record_layout
 from headrace.errors import CheckpointError, UnsupportedModelError
 from headrace.models.names import NameTable
@@ -46,15 +38,7 @@ class ConvertPlan:
 
     def file_bytes(self) -> dict[str, int]:
         """Return the length of each weight file, in the order of writing."""
-        sizes = {
-            DENSE_NAME: len(dense_header(self.tensors)) + sum(t.stored_bytes for t in self.tensors)
-        }
-        if self.layout is not None:
-            record_bytes = self.layout.record_bytes
-            for layer in self.layers:
-                header = expert_header(layer, self.num_experts, record_bytes)
-                sizes[expert_file_name(layer)] = len(header) + self.num_experts * record_bytes
-        return sizes
+        return weight_file_bytes(self.tensors, self.layers, self.num_experts, self.layout)
 
     def other_bytes(self) -> int:
         """Return the most that manifest, journal and copied files take."""

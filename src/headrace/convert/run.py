@@ -36,10 +36,11 @@ from headrace.checkpoint.values import (
 from headrace.checkpoint.writer import (
     write_bytes,
     write_dense_file,
+    write_error,
     write_expert_file,
 )
 from headrace.convert.plan import ConvertPlan, make_plan
-from headrace.errors import CheckpointError, ConfigError
+from headrace.errors import ConfigError
 
 AHEAD_BYTES = 64 << 20
 MAX_AHEAD = 4
@@ -116,7 +117,7 @@ def convert(
             journal.begin(binding, str(source.resolve()))
             kept = _Conversion(plan, journal, progress).run(binding)
     except OSError as error:
-        raise CheckpointError(f"cannot write {dest}: {error.strerror or error}") from error
+        raise write_error(dest, error) from error
     return ConvertReport(dest, total, len(plan.file_bytes()), kept, already_done=False)
 
 
@@ -146,11 +147,7 @@ class _Conversion:
         if self.journal.is_complete:
             self.journal.publish(None)
             return len(plan.file_bytes())
-        header = dense_header(plan.tensors)
-        lengths = [(t.nbytes, t.stored_bytes) for t in plan.tensors]
-        dense = self._reuse(DENSE_NAME, header, lengths)
-        if dense is None:
-            dense = self._write_dense()
+        dense = self._dense()
         records = {layer: self._records(layer) for layer in plan.layers}
         files = {name: path.read_bytes() for name, path in plan.copied.items()}
         for name, data in files.items():
@@ -176,18 +173,19 @@ class _Conversion:
 
         return advance
 
-    def _reuse(self, name: str, header: bytes, lengths: list[tuple[int, int]]) -> list[int] | None:
-        """Return the checksums of a file that an earlier run finished, if it is still sound."""
-        noted = self.journal.verified(name, header, lengths, self._step(name))
-        self.kept += noted is not None
-        return noted
-
-    def _write_dense(self) -> list[int]:
-        advance = self._step(DENSE_NAME)
-        advance(len(dense_header(self.plan.tensors)))
-        path = self.journal.partial / DENSE_NAME
-        checksums = write_dense_file(path, self.plan.tensors, self._load_dense, advance)
-        self.journal.finish(DENSE_NAME, checksums)
+    def _dense(self) -> list[int]:
+        """Write the dense tensors unless they are there; return their checksums."""
+        tensors, advance = self.plan.tensors, self._step(DENSE_NAME)
+        checksums, is_kept = self.journal.keep_or_write(
+            DENSE_NAME,
+            dense_header(tensors),
+            [(t.nbytes, t.stored_bytes) for t in tensors],
+            advance,
+            lambda: write_dense_file(
+                self.journal.partial / DENSE_NAME, tensors, self._load_dense, advance
+            ),
+        )
+        self.kept += is_kept
         return checksums
 
     def _load_dense(self, tensor: DenseTensor) -> Bytes:
@@ -219,21 +217,22 @@ class _Conversion:
         plan = self.plan
         assert plan.layout is not None, "a layer with experts has a record layout"
         name, record_bytes = expert_file_name(layer), plan.layout.record_bytes
-        header = expert_header(layer, plan.num_experts, record_bytes)
-        kept = self._reuse(name, header, [(record_bytes, record_bytes)] * plan.num_experts)
-        if kept is not None:
-            return kept
         advance = self._step(name)
-        advance(len(header))
-        checksums = write_expert_file(
-            self.journal.partial / name,
-            layer,
-            plan.num_experts,
-            record_bytes,
-            self._pack_records(layer),
+        checksums, is_kept = self.journal.keep_or_write(
+            name,
+            expert_header(layer, plan.num_experts, record_bytes),
+            [(record_bytes, record_bytes)] * plan.num_experts,
             advance,
+            lambda: write_expert_file(
+                self.journal.partial / name,
+                layer,
+                plan.num_experts,
+                record_bytes,
+                self._pack_records(layer),
+                advance,
+            ),
         )
-        self.journal.finish(name, checksums)
+        self.kept += is_kept
         return checksums
 
     def _pack_records(self, layer: int) -> Iterator[Bytes]:

@@ -25,6 +25,7 @@ from headrace.checkpoint.layout import (
     expert_header,
     make_manifest,
     padded_header,
+    weight_file_bytes,
 )
 from headrace.checkpoint.records import make_record_layout
 from headrace.checkpoint.safetensors import INDEX_NAME
@@ -206,14 +207,8 @@ class _ContainerWriter(_Writer):
         return DenseTensor(name, "matrix", dense, self.recipe.group_of(dense), parameter.shape)
 
     def file_bytes(self) -> dict[str, int]:
-        num, record_bytes = self.shape.num_experts, self.layout.record_bytes
-        sizes = {
-            DENSE_NAME: len(dense_header(self.tensors)) + sum(t.stored_bytes for t in self.tensors)
-        }
-        for layer in range(self.shape.num_hidden_layers):
-            header = len(expert_header(layer, num, record_bytes))
-            sizes[expert_file_name(layer)] = header + num * record_bytes
-        return sizes
+        layers, num = range(self.shape.num_hidden_layers), self.shape.num_experts
+        return weight_file_bytes(self.tensors, layers, num, self.layout)
 
     def _load(self, tensor: DenseTensor) -> Bytes:
         parameter = self.parameters[tensor.name]
@@ -230,27 +225,9 @@ class _ContainerWriter(_Writer):
         return pack_values(data, shape, "f32", tensor.format, tensor.group, tensor.name, path)
 
     def run(self, binding: dict[str, Any]) -> None:
-        partial, num = self.journal.partial, self.shape.num_experts
-        dense = self._finished(
-            DENSE_NAME,
-            dense_header(self.tensors),
-            [(t.nbytes, t.stored_bytes) for t in self.tensors],
-            lambda advance: write_dense_file(
-                partial / DENSE_NAME, self.tensors, self._load, advance
-            ),
-        )
-        record_bytes = self.layout.record_bytes
-        records = {}
-        for layer in range(self.shape.num_hidden_layers):
-            name = expert_file_name(layer)
-
-            def write(advance: Callable[[int], None], layer: int = layer) -> list[int]:
-                made = (self.model.record(layer, e, self.layout) for e in range(num))
-                path = partial / expert_file_name(layer)
-                return write_expert_file(path, layer, num, record_bytes, made, advance)
-
-            header = expert_header(layer, num, record_bytes)
-            records[layer] = self._finished(name, header, [(record_bytes,) * 2] * num, write)
+        num = self.shape.num_experts
+        dense = self._dense()
+        records = {layer: self._records(layer) for layer in range(self.shape.num_hidden_layers)}
         files = self.write_small_files()
         self.journal.publish(
             make_manifest(
@@ -266,22 +243,31 @@ class _ContainerWriter(_Writer):
             )
         )
 
-    def _finished(
-        self,
-        name: str,
-        header: bytes,
-        lengths: list[tuple[int, int]],
-        write: Callable[[Callable[[int], None]], list[int]],
-    ) -> list[int]:
-        """Return the checksums of a file, writing it unless an earlier run did."""
-        advance = self.step(name)
-        noted = self.journal.verified(name, header, lengths, advance)
-        if noted is not None:
-            return noted
-        advance(len(header))
-        checksums = write(advance)
-        self.journal.finish(name, checksums)
-        return checksums
+    def _dense(self) -> list[int]:
+        """Write the dense tensors unless they are there; return their checksums."""
+        advance = self.step(DENSE_NAME)
+        path = self.journal.partial / DENSE_NAME
+        return self.journal.keep_or_write(
+            DENSE_NAME,
+            dense_header(self.tensors),
+            [(t.nbytes, t.stored_bytes) for t in self.tensors],
+            advance,
+            lambda: write_dense_file(path, self.tensors, self._load, advance),
+        )[0]
+
+    def _records(self, layer: int) -> list[int]:
+        """Write a layer's file unless it is there; return its checksums."""
+        name, record_bytes = expert_file_name(layer), self.layout.record_bytes
+        num, advance = self.shape.num_experts, self.step(name)
+        made = (self.model.record(layer, e, self.layout) for e in range(num))
+        path = self.journal.partial / name
+        return self.journal.keep_or_write(
+            name,
+            expert_header(layer, num, record_bytes),
+            [(record_bytes, record_bytes)] * num,
+            advance,
+            lambda: write_expert_file(path, layer, num, record_bytes, made, advance),
+        )[0]
 
 
 class _HuggingFaceWriter(_Writer):
