@@ -43,10 +43,20 @@ def token_logprobs(logits: Float32, ids: list[int], num_top: int) -> list[TokenL
     rows = ops.log_softmax(logits)
     result = []
     for row, token in zip(rows, ids, strict=True):
-        best = np.argsort(-row, kind="stable")[:num_top]
-        top = tuple((int(i), float(row[i])) for i in best)
+        top = tuple((i, float(row[i])) for i in _likeliest(row, num_top))
         result.append(TokenLogprob(token, float(row[token]), top))
     return result
+
+
+def _likeliest(row: Float32, num_top: int) -> list[int]:
+    """Return the ids of the largest of row [V], in order; a vocabulary is not sorted for a few."""
+    num_top = min(num_top, len(row))
+    if num_top == 0:
+        return []
+    least = np.partition(row, -num_top)[-num_top]
+    ids = np.flatnonzero(row >= least)
+    best = ids[np.argsort(-row[ids], kind="stable")[:num_top]]
+    return [int(i) for i in best]
 
 
 def _penalised(sequence: Sequence, logits: Float32) -> Float32:
