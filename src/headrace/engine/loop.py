@@ -9,7 +9,7 @@ and retrying a sequence alone never change a token.
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from headrace.engine.pages import PageTable
 from headrace.engine.scheduler import Part, Scheduler
 from headrace.engine.sequence import Sequence, State, Usage, Watcher
 from headrace.errors import ExpertReadError, NumericError, RequestError
-from headrace.experts import ExpertStore
+from headrace.experts import ExpertStore, StoreStats
 from headrace.state import PAGE_TOKENS, KVPool, StepRows
 
 _SMALL_STEP = 16  # rows whose buffers are too small to count
@@ -259,7 +259,7 @@ class _Meter:
     def __init__(self, experts: ExpertStore | None, parts: list[Part]) -> None:
         self._experts = experts
         self._is_prefill = [(part.sequence.usage, part.sequence.is_prefilling) for part in parts]
-        self._before: Any = None
+        self._before: StoreStats | None = None
         self._start = 0.0
 
     def __enter__(self) -> None:
@@ -268,7 +268,9 @@ class _Meter:
 
     def __exit__(self, *_: object) -> None:
         seconds = time.perf_counter() - self._start
-        after = self._experts.stats() if self._experts else None
+        used = None
+        if self._experts is not None and self._before is not None:
+            used = self._experts.stats().since(self._before)
         for usage, is_prefill in self._is_prefill:
             usage.steps += 1
             usage.shared_steps += len(self._is_prefill) > 1
@@ -276,19 +278,18 @@ class _Meter:
                 usage.prefill_s += seconds
             else:
                 usage.decode_s += seconds
-            if after is not None:
-                _add_counters(usage, is_prefill, self._before, after)
+            if used is not None:
+                _add_counters(usage, is_prefill, used)
 
 
-def _add_counters(usage: Usage, is_prefill: bool, before: Any, after: Any) -> None:
-    usage.expert_requests += after.requests - before.requests
-    usage.expert_hits += after.hits - before.hits
-    usage.expert_misses += after.misses - before.misses
-    usage.stall_ns += after.stall_ns - before.stall_ns
-    usage.drive_busy_ns += after.drive_busy_ns - before.drive_busy_ns
-    usage.prefetch_bytes += after.prefetch_bytes - before.prefetch_bytes
-    read = after.bytes_read - before.bytes_read
+def _add_counters(usage: Usage, is_prefill: bool, used: StoreStats) -> None:
+    usage.expert_requests += used.requests
+    usage.expert_hits += used.hits
+    usage.expert_misses += used.misses
+    usage.stall_ns += used.stall_ns
+    usage.drive_busy_ns += used.drive_busy_ns
+    usage.prefetch_bytes += used.prefetch_bytes
     if is_prefill:
-        usage.prefill_bytes_read += read
+        usage.prefill_bytes_read += used.bytes_read
     else:
-        usage.decode_bytes_read += read
+        usage.decode_bytes_read += used.bytes_read
