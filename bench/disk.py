@@ -1,9 +1,9 @@
-"""Measures what the drive gives by direct reads of whole records: the yardstick for streaming.
+"""Measures what our readers get from the drive by direct reads of whole records.
 
 Reads distinct, randomly chosen record-sized ranges of the given files once each, by the readers
 that the expert store uses but without the store, so that no page cache and no repeated offset
-flatters the figure. `measure` is for other benchmarks; the command prints one line or one JSON
-object.
+flatters the figure. Shows what readers and block sizes are worth; `run.py` has a probe without
+them. The command prints one line or one JSON object.
 """
 
 import argparse

@@ -63,7 +63,11 @@ def memory_bandwidth() -> float:
 
 
 def drive_bandwidth(model: Path) -> float:
-    """Bytes per second of direct reads of whole records, at random places, by plain threads."""
+    """Bytes per second of direct reads of whole records, at random places, by plain threads.
+
+    Not by the engine's readers, as `disk.measure` does it: a slow reader must not lower the limit
+    that its own runs are compared with.
+    """
     records = open_model(model)[1].records
     if records is None or records.repack is not None:
         raise SystemExit("the drive is measured on a container with experts")
