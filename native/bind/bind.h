@@ -5,7 +5,8 @@
 
 namespace headrace {
 
-void bind_ops(nanobind::module_& m);    // bind_ops.cpp: kernels, packed matrices, KV pool, threads
-void bind_store(nanobind::module_& m);  // bind_store.cpp: readers and the expert store
+void bind_ops(nanobind::module_& m);        // bind_ops.cpp: kernels, packed matrices, threads
+void bind_attention(nanobind::module_& m);  // bind_attention.cpp: rope, KV pool, attention
+void bind_store(nanobind::module_& m);      // bind_store.cpp: readers and the expert store
 
 }  // namespace headrace

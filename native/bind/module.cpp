@@ -45,5 +45,6 @@ NB_MODULE(_core, m) {
   m.doc() = "Kernels, readers and the expert store of headrace.";
   nb::register_exception_translator(translate);
   headrace::bind_ops(m);
+  headrace::bind_attention(m);
   headrace::bind_store(m);
 }

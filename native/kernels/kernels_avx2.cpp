@@ -6,6 +6,7 @@
 // clang-format off: the lanes come first, the others are written over them
 #include "kernels/simd_avx2.h"
 #include "kernels/kernels_float.h"
+#include "kernels/kernels_attention.h"
 #include "kernels/kernels_linear.h"
 // clang-format on
 

@@ -3,6 +3,7 @@
 // clang-format off: the lanes come first, the others are written over them
 #include "kernels/simd_scalar.h"
 #include "kernels/kernels_float.h"
+#include "kernels/kernels_attention.h"
 #include "kernels/kernels_linear.h"
 // clang-format on
 

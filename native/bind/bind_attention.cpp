@@ -1,0 +1,175 @@
+// Rotary positions, the KV pool and attention as Python sees them. Checks arguments, drops the GIL,
+// calls.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <memory>
+#include <string>
+
+#include "base/error.h"
+#include "base/thread_pool.h"
+#include "bind/arrays.h"
+#include "bind/bind.h"
+#include "io/memory.h"
+#include "kernels/attention.h"
+#include "kernels/format.h"
+#include "kernels/kernel_table.h"
+#include "kernels/rope.h"
+
+namespace headrace {
+namespace {
+
+using namespace nb::literals;
+
+[[noreturn]] void throw_shape(const std::string& message) {
+  throw Error(ErrorKind::Shape, message);
+}
+
+// ---- rope
+
+nb::tuple rope_angles_op(const AnyArray& positions, const AnyArray& inv_freq, float factor) {
+  const int32_t* p = checked<int32_t>(positions, "rope_angles", "positions", {kAnySize});
+  const float* f = checked<float>(inv_freq, "rope_angles", "inv_freq", {kAnySize});
+  const int64_t count = static_cast<int64_t>(positions.shape(0));
+  const int64_t half = static_cast<int64_t>(inv_freq.shape(0));
+  Result<float> cos({count, half});
+  Result<float> sin({count, half});
+  {
+    nb::gil_scoped_release release;
+    rope_angles(p, static_cast<int32_t>(count), f, static_cast<int32_t>(half), factor, cos.data,
+                sin.data);
+  }
+  return nb::make_tuple(cos.array(), sin.array());
+}
+
+NumpyArray<float> rope_op(const AnyArray& x, const AnyArray& cos, const AnyArray& sin) {
+  const float* data = checked<float>(x, "rope", "x", {kAnySize, kAnySize, kAnySize});
+  const int64_t tokens = static_cast<int64_t>(x.shape(0));
+  const int64_t heads = static_cast<int64_t>(x.shape(1));
+  const int32_t head_dim = narrow(static_cast<int64_t>(x.shape(2)), "rope", "head_dim");
+  const float* c = checked<float>(cos, "rope", "cos", {tokens, kAnySize});
+  const int32_t half = narrow(static_cast<int64_t>(cos.shape(1)), "rope", "half");
+  const float* s = checked<float>(sin, "rope", "sin", {tokens, half});
+  if (2 * int64_t{half} > head_dim) {
+    throw_shape("rope: " + std::to_string(2 * int64_t{half}) + " rotary dims in heads of " +
+                std::to_string(head_dim));
+  }
+  Result<float> out({tokens, heads, head_dim});
+  {
+    nb::gil_scoped_release release;
+    const KernelTable& table = kernels();
+    shared_pool()->run_ranges(tokens * heads, 256, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t t = i / heads;
+        table.rope_head(data + i * head_dim, c + t * half, s + t * half, half, head_dim,
+                        out.data + i * head_dim);
+      }
+    });
+  }
+  return out.array();
+}
+
+// ---- attention
+
+KvPool make_kv_pool(int64_t num_layers, int64_t num_pages, int64_t num_kv_heads, int64_t head_dim,
+                    int64_t page_tokens, const std::string& dtype) {
+  const KvShape shape{
+      narrow(num_layers, "KVPool", "num_layers"),     narrow(num_pages, "KVPool", "num_pages"),
+      narrow(num_kv_heads, "KVPool", "num_kv_heads"), narrow(head_dim, "KVPool", "head_dim"),
+      narrow(page_tokens, "KVPool", "page_tokens"),   parse_format(dtype)};
+  check_kv_shape(shape);
+  const auto memory = std::make_shared<io::PageBuffer>(shape.nbytes(), io::PageSize::Small);
+  return KvPool(shape, std::shared_ptr<std::byte>(memory, memory->data()));
+}
+
+// `rows` is any object with the three arrays of a step.
+struct StepArrays {
+  AnyArray positions, sequences, page_table;
+  StepRows rows;
+};
+
+StepArrays step_arrays(nb::handle object, int64_t num_rows, const KvPool& pool, const char* op) {
+  StepArrays step{nb::cast<AnyArray>(object.attr("positions")),
+                  nb::cast<AnyArray>(object.attr("sequences")),
+                  nb::cast<AnyArray>(object.attr("page_table")),
+                  {}};
+  StepRows& r = step.rows;
+  r.positions = checked<int32_t>(step.positions, op, "positions", {num_rows});
+  r.sequences = checked<int32_t>(step.sequences, op, "sequences", {num_rows});
+  r.page_table = checked<int32_t>(step.page_table, op, "page_table", {kAnySize, kAnySize});
+  r.num_rows = static_cast<int32_t>(num_rows);
+  r.num_sequences = static_cast<int32_t>(step.page_table.shape(0));
+  r.max_pages = static_cast<int32_t>(step.page_table.shape(1));
+  check_step_rows(pool, r, op);
+  return step;
+}
+
+void check_layer(const KvPool& pool, int64_t layer, const char* op) {
+  if (layer >= 0 && layer < pool.shape().num_layers) return;
+  throw_shape(std::string(op) + ": layer " + std::to_string(layer) + " of " +
+              std::to_string(pool.shape().num_layers));
+}
+
+void kv_write_op(const KvPool& pool, int64_t layer, const AnyArray& k, const AnyArray& v,
+                 nb::handle rows) {
+  const KvShape& s = pool.shape();
+  check_layer(pool, layer, "kv_write");
+  const float* keys = checked<float>(k, "kv_write", "k", {kAnySize, s.num_kv_heads, s.head_dim});
+  const int64_t count = static_cast<int64_t>(k.shape(0));
+  const float* values = checked<float>(v, "kv_write", "v", {count, s.num_kv_heads, s.head_dim});
+  const StepArrays step = step_arrays(rows, count, pool, "kv_write");
+  nb::gil_scoped_release release;
+  kv_write(*shared_pool(), pool, static_cast<int32_t>(layer), keys, values, step.rows);
+}
+
+NumpyArray<float> attention_op(const AnyArray& q, const KvPool& pool, int64_t layer,
+                               nb::handle rows, float scale) {
+  const KvShape& s = pool.shape();
+  check_layer(pool, layer, "paged_attention");
+  const float* queries =
+      checked<float>(q, "paged_attention", "q", {kAnySize, kAnySize, s.head_dim});
+  const int64_t count = static_cast<int64_t>(q.shape(0));
+  const int32_t heads = narrow(static_cast<int64_t>(q.shape(1)), "paged_attention", "heads");
+  if (heads < 1 || heads % s.num_kv_heads != 0) {
+    throw_shape("paged_attention: " + std::to_string(heads) + " query heads for " +
+                std::to_string(s.num_kv_heads) + " kv heads");
+  }
+  const StepArrays step = step_arrays(rows, count, pool, "paged_attention");
+  Result<float> out({count, int64_t{heads} * s.head_dim});
+  {
+    nb::gil_scoped_release release;
+    paged_attention(*shared_pool(), pool, static_cast<int32_t>(layer), queries, heads, scale,
+                    step.rows, out.data);
+  }
+  return out.array();
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& m) {
+  nb::class_<KvPool>(m, "KVPool")
+      .def(
+          "__init__",
+          [](KvPool* self, int64_t num_layers, int64_t num_pages, int64_t num_kv_heads,
+             int64_t head_dim, int64_t page_tokens, const std::string& dtype) {
+            new (self) KvPool(
+                make_kv_pool(num_layers, num_pages, num_kv_heads, head_dim, page_tokens, dtype));
+          },
+          "num_layers"_a, "num_pages"_a, "num_kv_heads"_a, "head_dim"_a, "page_tokens"_a = 64,
+          "dtype"_a = "f16")
+      .def_prop_ro("num_layers", [](const KvPool& p) { return p.shape().num_layers; })
+      .def_prop_ro("num_pages", [](const KvPool& p) { return p.shape().num_pages; })
+      .def_prop_ro("num_kv_heads", [](const KvPool& p) { return p.shape().num_kv_heads; })
+      .def_prop_ro("head_dim", [](const KvPool& p) { return p.shape().head_dim; })
+      .def_prop_ro("page_tokens", [](const KvPool& p) { return p.shape().page_tokens; })
+      .def_prop_ro("dtype", [](const KvPool& p) { return format_name(p.shape().dtype); })
+      .def_prop_ro("page_bytes", [](const KvPool& p) { return p.shape().page_bytes(); })
+      .def_prop_ro("nbytes", [](const KvPool& p) { return p.shape().nbytes(); });
+  m.def("kv_write", kv_write_op, "pool"_a, "layer"_a, "k"_a, "v"_a, "rows"_a);
+  m.def("paged_attention", attention_op, "q"_a, "pool"_a, "layer"_a, "rows"_a, "scale"_a);
+  m.def("rope_angles", rope_angles_op, "positions"_a, "inv_freq"_a, "factor"_a = 1.0f);
+  m.def("rope", rope_op, "x"_a, "cos"_a, "sin"_a);
+}
+
+}  // namespace headrace
