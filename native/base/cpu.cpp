@@ -1,9 +1,16 @@
 #include "base/cpu.h"
 
+#if defined(__linux__) && defined(__x86_64__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "base/error.h"
 
 namespace headrace {
 namespace {
+
+constexpr Isa kIsas[] = {Isa::Scalar, Isa::Avx2, Isa::Avx512, Isa::Amx};
 
 #if (defined(__x86_64__) || defined(_M_X64)) && (defined(__GNUC__) || defined(__clang__))
 // The builtins look at CPUID and at XGETBV, so a kernel that does not save the wide registers
@@ -24,6 +31,34 @@ bool has_avx2() { return false; }
 bool has_avx512_vnni() { return false; }
 #endif
 
+#if defined(__linux__) && defined(__x86_64__)
+// The kernel gives tile registers only to a process that asked, and refuses when a signal stack is
+// too small to hold them. The answer holds for all threads of the process.
+bool may_use_tiles() {
+  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr long kTileData = 18;               // the state component XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+bool has_amx_int8() {
+  static const bool has =
+      has_avx512_vnni() && __builtin_cpu_supports("gfni") && __builtin_cpu_supports("avx512vbmi") &&
+      __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") && may_use_tiles();
+  return has;
+}
+#else
+bool has_amx_int8() { return false; }
+#endif
+
+std::string names_of_isas() {
+  std::string names = "auto";
+  for (const Isa& isa : kIsas) {
+    names += &isa == std::end(kIsas) - 1 ? " or " : ", ";
+    names += isa_name(isa);
+  }
+  return names;
+}
+
 }  // namespace
 
 const char* isa_name(Isa isa) {
@@ -34,6 +69,8 @@ const char* isa_name(Isa isa) {
       return "avx2";
     case Isa::Avx512:
       return "avx512";
+    case Isa::Amx:
+      return "amx";
   }
   return "?";
 }
@@ -46,13 +83,15 @@ bool is_isa_available(Isa isa) {
       return has_avx2();
     case Isa::Avx512:
       return has_avx512_vnni();
+    case Isa::Amx:
+      return has_amx_int8();
   }
   return false;
 }
 
 std::vector<Isa> available_isas() {
   std::vector<Isa> found;
-  for (Isa isa : {Isa::Scalar, Isa::Avx2, Isa::Avx512}) {
+  for (Isa isa : kIsas) {
     if (is_isa_available(isa)) found.push_back(isa);
   }
   return found;
@@ -60,7 +99,7 @@ std::vector<Isa> available_isas() {
 
 Isa parse_isa(std::string_view name) {
   if (name == "auto") return available_isas().back();
-  for (Isa isa : {Isa::Scalar, Isa::Avx2, Isa::Avx512}) {
+  for (Isa isa : kIsas) {
     if (name != isa_name(isa)) continue;
     if (is_isa_available(isa)) return isa;
     throw Error(ErrorKind::Config, "instruction set `" + std::string(name) +
@@ -69,7 +108,8 @@ Isa parse_isa(std::string_view name) {
   }
   throw Error(ErrorKind::Config, "unknown instruction set `" + std::string(name) +
                                      "`\n"
-                                     "expected auto, scalar, avx2 or avx512");
+                                     "expected " +
+                                     names_of_isas());
 }
 
 }  // namespace headrace

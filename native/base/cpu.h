@@ -7,8 +7,9 @@
 
 namespace headrace {
 
-// In ascending order of preference. AMX and NEON join here, each with its kernels_*.cpp.
-enum class Isa { Scalar, Avx2, Avx512 };
+// In ascending order of preference. NEON joins here, with its kernels_neon.cpp. Amx is Avx512 with
+// int8 tiles for products of many rows.
+enum class Isa { Scalar, Avx2, Avx512, Amx };
 
 const char* isa_name(Isa isa);
 bool is_isa_available(Isa isa);

@@ -16,6 +16,7 @@ const KernelTable& kernel_table(Isa isa) {
   const KernelTable* table = nullptr;
   if (isa == Isa::Avx2) table = avx2_table();
   if (isa == Isa::Avx512) table = avx512_table();
+  if (isa == Isa::Amx) table = amx_table();
   return table != nullptr ? *table : *scalar_table();
 }
 

@@ -1,9 +1,8 @@
 // The serial inner kernels of one instruction set. Every table computes the same real numbers in
 // the same order (the numeric contract), so which one runs never changes a bit.
 //
-// A new instruction set is one file: kernels_amx.cpp (int8 tiles for many rows) and
-// kernels_neon.cpp belong beside kernels_avx2.cpp, fill a KernelTable and join kernel_table() and
-// Isa.
+// A new instruction set is one file: kernels_neon.cpp belongs beside kernels_avx2.cpp, fills a
+// KernelTable and joins kernel_table() and Isa.
 #pragma once
 
 #include <cstdint>
@@ -103,5 +102,6 @@ void set_isa(Isa isa);
 const KernelTable* scalar_table();
 const KernelTable* avx2_table();
 const KernelTable* avx512_table();
+const KernelTable* amx_table();
 
 }  // namespace headrace

@@ -8,7 +8,7 @@ from headrace import _core
 
 
 def isa() -> str:
-    """The instruction set in use: scalar, avx2 or avx512."""
+    """The instruction set in use: scalar, avx2, avx512 or amx."""
     return _core.isa()
 
 
