@@ -7,6 +7,7 @@ namespace headrace {
 
 void bind_ops(nanobind::module_& m);        // bind_ops.cpp: kernels, packed matrices, threads
 void bind_attention(nanobind::module_& m);  // bind_attention.cpp: rope, KV pool, attention
+void bind_measure(nanobind::module_& m);    // bind_measure.cpp: the machine's ceilings
 void bind_store(nanobind::module_& m);      // bind_store.cpp: readers and the expert store
 
 }  // namespace headrace

@@ -538,20 +538,6 @@ void bind_machine(nb::module_& m) {
       },
       "num_threads"_a);
   m.def("num_threads", [] { return shared_pool()->num_threads(); });
-  m.def(
-      "read_bytes",
-      [](const AnyArray& data) {
-        const uint8_t* bytes = checked<uint8_t>(data, "read_bytes", "data", {kAnySize});
-        const auto size = static_cast<int64_t>(data.shape(0));
-        nb::gil_scoped_release release;
-        std::atomic<uint32_t> sum{0};
-        const KernelTable& table = kernels();
-        shared_pool()->run_ranges(size, 1 << 20, [&](int64_t begin, int64_t end) {
-          sum += table.read_bytes(bytes + begin, end - begin);
-        });
-        return sum.load();
-      },
-      "data"_a);
   m.def("pool_bytes", [] { return ArrayPool::shared().held_bytes(); });
   m.def("pool_trim", [] { ArrayPool::shared().trim(); });
 }

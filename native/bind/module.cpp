@@ -46,5 +46,6 @@ NB_MODULE(_core, m) {
   nb::register_exception_translator(translate);
   headrace::bind_ops(m);
   headrace::bind_attention(m);
+  headrace::bind_measure(m);
   headrace::bind_store(m);
 }

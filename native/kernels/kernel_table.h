@@ -87,6 +87,10 @@ struct KernelTable {
   void (*widen)(Format dtype, const void* source, int64_t count, float* out);
   // Reads every byte and folds it into one word: the speed of memory itself, for benchmarks.
   uint32_t (*read_bytes)(const void* data, int64_t num_bytes);
+  // Operations on registers alone, also for benchmarks; return how many (a multiply-add is two).
+  // The sink holds sixteen numbers, of which the first is read, and takes a result.
+  int64_t (*peak_float)(int64_t rounds, float* sink);
+  int64_t (*peak_int8)(int64_t rounds, int32_t* sink);
 
   void (*attend_page)(const PageArgs& page, const PageQuery* queries, int32_t count);
 };

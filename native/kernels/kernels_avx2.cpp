@@ -7,6 +7,7 @@
 #include "kernels/simd_avx2.h"
 #include "kernels/kernels_float.h"
 #include "kernels/kernels_attention.h"
+#include "kernels/kernels_peak.h"
 #include "kernels/kernels_linear.h"
 // clang-format on
 

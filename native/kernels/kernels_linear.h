@@ -217,6 +217,8 @@ inline const KernelTable* make_table() {
       rope_head,
       widen,
       read_bytes,
+      peak_float,
+      peak_int8,
       attend_page,
   };
   return &table;

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from headrace import _core, ops
-from headrace.errors import NumericError, ShapeError
+from headrace.errors import ConfigError, NumericError, ShapeError
 from headrace.ops import reference
 
 from .conftest import FORMATS, assert_same_bits, make_matrix
@@ -146,3 +146,16 @@ def test_quantised_product_is_near_the_real_one(
     exact = x.astype(np.float64) @ _core.unpack(w).astype(np.float64).T
     error = np.abs(ops.linear(x, w) - exact).max() / np.abs(exact).std()
     assert error < (1e-5 if format in ("f32", "f16", "bf16") else 0.05)
+
+
+@pytest.mark.parametrize("isa", _core.available_isas())
+@pytest.mark.parametrize("unit", ["float", "int8"])
+def test_the_peak_of_a_unit_counts_operations(isa: str, unit: str) -> None:
+    _core.set_isa(isa)
+    once, twice = (_core.peak_operations(unit, rounds) for rounds in (16, 32))
+    assert once > 0 and twice == 2 * once
+
+
+def test_an_unknown_unit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="float or int8, got tensor"):
+        _core.peak_operations("tensor", 1)
