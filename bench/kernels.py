@@ -1,16 +1,24 @@
-"""Speed of the native kernels beside the read bandwidth that the same threads reach.
+"""Speed of the native kernels beside what the machine can do: reading memory, and arithmetic.
 
-    python bench/kernels.py [--isa auto] [--threads N] [--working-set 1.5] [--rows 1 8 64]
+    python bench/kernels.py [--isa amx avx512 avx2] [--threads N] [--rows 1 4 16 64 512]
+        [--only linear moe attention] [--working-set 1.5] [--repeat 5] [--json kernels.json]
 
-Weights come from a working set meant to be larger than any cache, so that one row measures memory.
-Prints the machine, the commit, a line per op, and the steal time: above 5 % the run is void.
+Weights come from a working set meant to be larger than any cache, so that few rows measure memory.
+Every line is the median of paired samples: first the ceilings (a plain read of the same memory by
+the same threads; operations on registers alone, of the unit that the op uses), then the op, so that
+a noisy minute spoils both. GB/s counts bytes of weights (or of keys and values) once per call; a
+multiply-add is two operations. Prints machine, commit and the time the host stole: above 5 % a run
+is void. `bench/roofline.py` draws the JSON.
 """
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import cycle
+from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -18,13 +26,35 @@ from headrace import _core, ops
 from machine import Steal, describe
 
 FORMATS = [("q4", 64), ("q4", 32), ("mxfp4", 32), ("q8", 32), ("bf16", 1), ("f32", 1)]
+INTEGER = ("q4", "mxfp4", "q8")
 HIDDEN, INNER = 2048, 768  # the experts of Qwen3-30B-A3B
-CHOSEN = 8
+CHOSEN, NUM_EXPERTS = 8, 128
 READ_BYTES = 20 << 20  # what 8 such experts take in q4
+HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 4, 128, 16  # its attention, and layers to walk through
+CONTEXTS = (512, 4096, 8192)
+SAMPLE_SECONDS = 0.08
 
 
 @dataclass(frozen=True)
-class Rows:
+class Row:
+    """One line of the table: medians, and medians of the ratios to the ceilings beside them."""
+
+    op: str
+    format: str
+    isa: str
+    threads: int
+    rows: int
+    seconds: float
+    bytes_per_s: float
+    share_of_read: float
+    operations_per_s: float
+    share_of_peak: float
+    intensity: float
+    """Operations per byte."""
+
+
+@dataclass(frozen=True)
+class StepRows:
     """The rows of a step, as `headrace.state.StepRows` has them."""
 
     positions: np.ndarray
@@ -32,61 +62,124 @@ class Rows:
     page_table: np.ndarray
 
 
-def median_seconds(call: Callable[[], object], seconds: float) -> float:
-    """Median time of a call, repeated for about `seconds`."""
-    call()
-    times: list[float] = []
-    while sum(times) < seconds or len(times) < 5:
-        begin = time.perf_counter()
+@dataclass(frozen=True)
+class Load:
+    """What a call moves and computes."""
+
+    op: str
+    format: str
+    rows: int
+    nbytes: int
+    operations: int
+    call: Callable[[], object]
+
+    @property
+    def unit(self) -> str:
+        """The arithmetic unit that bounds it."""
+        return "int8" if self.op != "attention" and self.format.split()[0] in INTEGER else "float"
+
+
+def sample_seconds(call: Callable[[], object]) -> float:
+    """Mean seconds of a call over a short sample."""
+    count, begin = 0, time.perf_counter()
+    while (now := time.perf_counter()) - begin < SAMPLE_SECONDS or count == 0:
         call()
-        times.append(time.perf_counter() - begin)
-    return float(np.median(times))
+        count += 1
+    return (now - begin) / count
+
+
+class Ceilings:
+    """What the threads reach at reading memory, and at operations on registers."""
+
+    def __init__(self, working_set_bytes: int) -> None:
+        memory = filled(working_set_bytes, np.arange(4096, dtype=np.uint32).view(np.uint8))
+        self._size = min(READ_BYTES, memory.size)
+        starts = range(0, memory.size - self._size + 1, self._size)
+        self._parts = cycle([memory[i : i + self._size] for i in starts])
+
+    def read(self) -> float:
+        """Bytes per second, in calls as large as a layer's experts."""
+        return self._size / sample_seconds(lambda: _core.read_bytes([next(self._parts)]))
+
+    def peak(self, unit: str) -> float:
+        """Operations per second."""
+        rounds, seconds = 1000, 0.0
+        while seconds < SAMPLE_SECONDS / 4:
+            rounds *= 4
+            begin = time.perf_counter()
+            operations = _core.peak_operations(unit, rounds)
+            seconds = time.perf_counter() - begin
+        return operations / seconds
+
+
+def measure(load: Load, ceilings: Ceilings, repeat: int) -> Row:
+    """Take paired samples and their medians."""
+    load.call()
+    reads, peaks, times = [], [], []
+    for _ in range(repeat):
+        reads.append(ceilings.read())
+        peaks.append(ceilings.peak(load.unit))
+        times.append(sample_seconds(load.call))
+    pairs = list(zip(times, reads, peaks, strict=True))
+    return Row(
+        op=load.op,
+        format=load.format,
+        isa=_core.isa(),
+        threads=_core.num_threads(),
+        rows=load.rows,
+        seconds=median(times),
+        bytes_per_s=load.nbytes / median(times),
+        share_of_read=median(load.nbytes / t / read for t, read, _ in pairs),
+        operations_per_s=load.operations / median(times),
+        share_of_peak=median(load.operations / t / peak for t, _, peak in pairs),
+        intensity=load.operations / load.nbytes,
+    )
 
 
 def filled(num_bytes: int, pattern: np.ndarray) -> np.ndarray:
-    """Memory of at least num_bytes holding the pattern again and again, at multiples of 64."""
+    """Memory of about num_bytes holding the pattern again and again, at multiples of 64."""
     step = -(-pattern.size // 64) * 64
     memory = _core.aligned_empty(max(1, num_bytes // step) * step)
     memory.reshape(-1, step)[:, : pattern.size] = pattern
     return memory
 
 
-def matrices(
-    format: str, group: int, shape: tuple[int, int], num_bytes: int
-) -> Iterator[_core.Matrix]:
-    """Packed matrices, each at its own place in a working set of num_bytes."""
-    w = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
-    pattern = _core.pack(w, format, group)
-    memory = filled(num_bytes, pattern)
-    step = -(-pattern.size // 64) * 64
-    views = [
-        _core.Matrix(memory[i : i + pattern.size], format, *shape, group)
-        for i in range(0, memory.size, step)
-    ]
-    return cycle(views)
-
-
-def bench_linear(args: argparse.Namespace, bandwidth: float) -> None:
-    """One packed matrix times some rows."""
+def linear_loads(rows: list[int], working_set_bytes: int) -> Iterator[Load]:
+    """One packed matrix of an expert's shape times some rows, a cold matrix every time."""
+    rng = np.random.default_rng(1)
+    w = rng.standard_normal((INNER, HIDDEN)).astype(np.float32)
     for format, group in FORMATS:
-        source = matrices(format, group, (INNER, HIDDEN), args.bytes)
-        nbytes = next(source).nbytes
-        for rows in args.rows:
-            x = np.random.default_rng(2).standard_normal((rows, HIDDEN)).astype(np.float32)
-            calls = max(1, int(2000 / rows / 10)) if rows > 1 else 64
+        pattern = _core.pack(w, format, group)
+        memory = filled(working_set_bytes, pattern)
+        step = -(-pattern.size // 64) * 64
+        views = [
+            _core.Matrix(memory[i : i + pattern.size], format, INNER, HIDDEN, group)
+            for i in range(0, memory.size, step)
+        ]
+        source = cycle(views)
+        for count in rows:
+            x = rng.standard_normal((count, HIDDEN)).astype(np.float32)
+            # Few rows: eight matrices in one call, as attention has its projections.
+            many = 8 if count <= 4 else 1
 
-            def call(x: np.ndarray = x, calls: int = min(calls, 64)) -> None:
-                for _ in range(calls):
-                    ops.linear(x, next(source))  # noqa: B023
+            def call(
+                x: np.ndarray = x, many: int = many, source: Iterator[_core.Matrix] = source
+            ) -> None:
+                ops.linears(x, [next(source) for _ in range(many)])
 
-            seconds = median_seconds(call, args.seconds) / min(calls, 64)
-            report(f"linear {format} g{group} {INNER}x{HIDDEN}", rows, seconds, nbytes, bandwidth,
-                   2 * INNER * HIDDEN * rows)  # fmt: skip
+            yield Load("linear", name_of(format, group), count, many * pattern.size,
+                       many * 2 * INNER * HIDDEN * count, call)  # fmt: skip
 
 
-def bench_moe(args: argparse.Namespace, bandwidth: float) -> None:
-    """A layer of experts: every token to its own 8 of them, records from the whole working set."""
-    for format, group in FORMATS[:4]:
+def name_of(format: str, group: int) -> str:
+    """Format and group as one word."""
+    return format if group == 1 else f"{format} g{group}"
+
+
+class ExpertLayer:
+    """Records of one format all over a working set, to make layers of experts from."""
+
+    def __init__(self, format: str, group: int, working_set_bytes: int) -> None:
         shapes = [(INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)]
         rng = np.random.default_rng(3)
         parts = [
@@ -97,100 +190,140 @@ def bench_moe(args: argparse.Namespace, bandwidth: float) -> None:
         record = np.concatenate(
             [np.pad(p, (0, n - p.size)) for p, n in zip(parts, sizes, strict=True)]
         )
-        memory = filled(args.bytes, record)
-        places = rng.permutation(memory.size // record.size)
+        self.record_bytes = record.size
+        self._memory = filled(working_set_bytes, record)
+        self._places = rng.permutation(self._memory.size // record.size)
         offsets = [0, sizes[0], sizes[0] + sizes[1]]
-        layout = [(format, *s, group, o) for s, o in zip(shapes, offsets, strict=True)]
-        for rows in args.rows:
-            num_experts = min(CHOSEN if rows == 1 else 128, len(places))
-            ids = np.stack([rng.permutation(num_experts)[:CHOSEN] for _ in range(rows)]).astype(
-                np.int32
-            )
+        self._layout = [(format, *s, group, o) for s, o in zip(shapes, offsets, strict=True)]
+
+    def feeds(self, used: np.ndarray) -> Iterator[_core.ResidentFeed]:
+        """Feeds of the experts named, endlessly, each time from other places."""
+        size, layers = self.record_bytes, []
+        for start in range(0, len(self._places) - len(used) + 1, len(used)):
+            records = {
+                int(e): self._memory[p * size : (p + 1) * size]
+                for e, p in zip(used, self._places[start:], strict=False)
+            }
+            layers.append(_core.ResidentFeed(*self._layout, records, step=len(used)))
+        return cycle(layers)
+
+
+def moe_loads(rows: list[int], working_set_bytes: int) -> Iterator[Load]:
+    """A layer of experts: every token to its own 8 of 128, records all over the working set."""
+    for format, group in FORMATS[:4]:
+        layer = ExpertLayer(format, group, working_set_bytes)
+        for count in rows:
+            rng = np.random.default_rng(count)
+            chosen = [rng.permutation(NUM_EXPERTS)[:CHOSEN] for _ in range(count)]
+            ids = np.stack(chosen).astype(np.int32)
             used = np.unique(ids)
-            x = rng.standard_normal((rows, HIDDEN)).astype(np.float32)
-            weights = np.full((rows, CHOSEN), 1 / CHOSEN, np.float32)
-            feeds = []
-            for start in range(0, len(places) - num_experts + 1, num_experts):
-                records = {
-                    int(e): memory[p * record.size : (p + 1) * record.size]
-                    for e, p in zip(used, places[start:], strict=False)
-                }
-                feeds.append(_core.ResidentFeed(*layout, records, step=len(used)))
-            source = cycle(feeds)
+            x = rng.standard_normal((count, HIDDEN)).astype(np.float32)
+            weights = np.full((count, CHOSEN), 1 / CHOSEN, np.float32)
+            feeds = layer.feeds(used)
 
             def call(
-                x: np.ndarray = x, ids: np.ndarray = ids, weights: np.ndarray = weights
+                x: np.ndarray = x,
+                ids: np.ndarray = ids,
+                weights: np.ndarray = weights,
+                source: Iterator[_core.ResidentFeed] = feeds,
             ) -> None:
-                feed = next(source)  # noqa: B023
+                feed = next(source)
                 ops.moe_ffn(x, ids, weights, feed)
                 feed.rewind()
 
-            seconds = median_seconds(call, args.seconds)
-            flops = 2 * 3 * INNER * HIDDEN * rows * CHOSEN
-            report(f"moe_ffn {format} g{group} {len(used)} experts", rows, seconds,
-                   len(used) * record.size, bandwidth, flops)  # fmt: skip
+            yield Load("moe_ffn", name_of(format, group), count, len(used) * layer.record_bytes,
+                       2 * 3 * INNER * HIDDEN * count * CHOSEN, call)  # fmt: skip
 
 
-def bench_attention(args: argparse.Namespace, bandwidth: float) -> None:
-    """One step of Qwen3-30B-A3B's attention over 4096 tokens."""
-    heads, kv_heads, head_dim, length = 32, 4, 128, 4096
-    pool = ops.KVPool(16, length // 64, kv_heads, head_dim)
-    table = np.arange(length // 64, dtype=np.int32)[None]
+def attention_loads(rows: list[int]) -> Iterator[Load]:
+    """One layer of Qwen3-30B-A3B's attention, layer after layer, at the end of some contexts."""
     rng = np.random.default_rng(4)
-    all_rows = Rows(np.arange(length, dtype=np.int32), np.zeros(length, np.int32), table)
-    k = rng.standard_normal((length, kv_heads, head_dim)).astype(np.float32)
-    for layer in range(16):
-        ops.kv_write(pool, layer, k, k, all_rows)
-    layers = cycle(range(16))
-    for count in args.rows:
-        rows = Rows(all_rows.positions[-count:], all_rows.sequences[:count], table)
-        q = rng.standard_normal((count, heads, head_dim)).astype(np.float32)
+    for dtype in ("f16",):
+        for length in CONTEXTS:
+            pool = ops.KVPool(LAYERS, length // 64, KV_HEADS, HEAD_DIM, dtype=dtype)
+            table = np.arange(length // 64, dtype=np.int32)[None]
+            positions = np.arange(length, dtype=np.int32)
+            layers = cycle(range(LAYERS))
+            whole = StepRows(positions, np.zeros(length, np.int32), table)
+            k = rng.standard_normal((length, KV_HEADS, HEAD_DIM)).astype(np.float32)
+            for layer in range(LAYERS):
+                ops.kv_write(pool, layer, k, k, whole)
+            for count in (n for n in rows if n <= length):
+                last = StepRows(positions[-count:], whole.sequences[:count], table)
+                q = rng.standard_normal((count, HEADS, HEAD_DIM)).astype(np.float32)
 
-        def call(q: np.ndarray = q, rows: Rows = rows) -> None:
-            ops.paged_attention(q, pool, next(layers), rows, head_dim**-0.5)
+                def call(
+                    q: np.ndarray = q,
+                    last: StepRows = last,
+                    pool: ops.KVPool = pool,
+                    layers: Iterator[int] = layers,
+                ) -> None:
+                    ops.paged_attention(q, pool, next(layers), last, HEAD_DIM**-0.5)
 
-        report(f"attention f16 {heads}/{kv_heads} heads, {length} tokens", count,
-               median_seconds(call, args.seconds), pool.nbytes // 16, bandwidth,
-               4 * heads * head_dim * length * count)  # fmt: skip
-
-
-def report(name: str, rows: int, seconds: float, nbytes: int, bandwidth: float, flops: int) -> None:
-    """Print one line."""
-    speed = nbytes / seconds / 1e9
-    print(f"{name:42} rows {rows:4}  {seconds * 1e6:10.1f} us  {speed:6.2f} GB/s "
-          f"({speed / bandwidth:4.0%} of read)  {flops / seconds / 1e9:8.1f} GFLOP/s")  # fmt: skip
+                seen = int(last.positions.sum()) + count
+                yield Load("attention", f"{dtype}, {length} tokens", count, pool.nbytes // LAYERS,
+                           4 * HEADS * HEAD_DIM * seen, call)  # fmt: skip
 
 
-def read_bandwidth(args: argparse.Namespace) -> float:
-    """GB/s of reading the working set with the pool's threads, in calls as large as a layer's."""
-    memory = filled(args.bytes, np.arange(4096, dtype=np.uint32).view(np.uint8))
-    size = min(READ_BYTES, memory.size)
-    parts = cycle([memory[i : i + size] for i in range(0, memory.size - size + 1, size)])
-    return size / median_seconds(lambda: _core.read_bytes(next(parts)), args.seconds) / 1e9
+def show(row: Row) -> None:
+    """Print a line of the table."""
+    print(
+        f"| {row.op} | {row.format} | {row.isa} | {row.rows} | {row.seconds * 1e6:.0f} "
+        f"| {row.bytes_per_s / 1e9:.1f} | {row.share_of_read:.0%} "
+        f"| {row.operations_per_s / 1e9:.0f} | {row.share_of_peak:.0%} |",
+        flush=True,
+    )
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--isa", default="auto", choices=["auto", *_core.available_isas()])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    isas = _core.available_isas()
+    parser.add_argument("--isa", nargs="+", choices=isas, default=[_core.isa()])
     parser.add_argument("--threads", type=int, default=0, help="0: every processor")
     parser.add_argument("--working-set", type=float, default=1.5, help="GiB of weights")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--seconds", type=float, default=1.0, help="per line")
-    parser.add_argument("--only", choices=["linear", "moe", "attention"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 512])
+    parser.add_argument("--repeat", type=int, default=5, help="paired samples per line")
+    kinds = ["linear", "moe", "attention"]
+    parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
+    parser.add_argument("--json", type=Path, help="write the rows and ceilings here as well")
     args = parser.parse_args()
-    _core.set_isa(args.isa)
     _core.set_threads(args.threads)
-    args.bytes = int(args.working_set * 2**30)
-    print(describe())
+    num_bytes = int(args.working_set * 2**30)
+    makers: dict[str, Callable[[], Iterator[Load]]] = {
+        "linear": lambda: linear_loads(args.rows, num_bytes),
+        "moe": lambda: moe_loads(args.rows, num_bytes),
+        "attention": lambda: attention_loads(args.rows),
+    }
+    machine = describe()
+    print(machine)
+    ceilings, table, peaks = Ceilings(num_bytes), [], {}
     with Steal() as steal:
-        bandwidth = read_bandwidth(args)
-        print(f"reading {args.working_set} GiB: {bandwidth:.2f} GB/s")
-        benches = {"linear": bench_linear, "moe": bench_moe, "attention": bench_attention}
-        for name, bench in benches.items():
-            if args.only in (None, name):
-                bench(args, bandwidth)
-    print(f"steal {steal.share:.1%}")
+        read = median(ceilings.read() for _ in range(args.repeat))
+        for isa in args.isa:
+            _core.set_isa(isa)
+            peaks[isa] = {unit: ceilings.peak(unit) for unit in ("float", "int8")}
+        print(f"reading: {read / 1e9:.1f} GB/s")
+        for isa, units in peaks.items():
+            print(f"{isa}, registers:", {u: f"{p / 1e9:.0f} GOP/s" for u, p in units.items()})
+        print("\n| op | format | isa | rows | us | GB/s | of read | GOP/s | of peak |")
+        print("|---|---|---|---|---|---|---|---|---|")
+        for kind in args.only:
+            for load in makers[kind]():
+                for isa in args.isa:
+                    _core.set_isa(isa)
+                    table.append(measure(load, ceilings, args.repeat))
+                    show(table[-1])
+    print(f"\nsteal {steal.share:.1%}")
+    if args.json:
+        report = {
+            "machine": machine,
+            "steal": steal.share,
+            "read_bytes_per_s": read,
+            "peak_operations_per_s": peaks,
+            "rows": [asdict(row) for row in table],
+        }
+        args.json.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

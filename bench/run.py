@@ -4,11 +4,11 @@
     python bench/run.py big [--streamed 1536MiB] [--resident 8GiB] [--tokens 64] [--repeat 3]
 
 Beside each run, in the same minute, the limit it meets is measured. For the resident run that is
-the pool's threads reading memory and doing nothing else; for the streamed run, direct reads of
-records at random places by as many plain threads as the engine has readers. Prints a row per run
-and the medians, with the machine, the commit and the share of time that the host stole: above 5 % a
-run is void. Weights read per token are the dense weights and one token's records. The resident
-model is filled by a first answer, which is not counted.
+the pool's threads reading the same records in memory and doing nothing else; for the streamed run,
+direct reads of records at random places by as many plain threads as the engine has readers. Prints
+a row per run and the medians, with the machine, the commit and the share of time that the host
+stole: above 5 % a run is void. Weights read per token are the dense weights and one token's
+records. The resident model is filled by a first answer, which is not counted.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -50,16 +51,28 @@ def headrace(*arguments: str) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
-def memory_bandwidth() -> float:
-    """Bytes per second that the pool's threads read from 1 GiB, the best of five passes."""
-    memory = _core.aligned_empty(1 << 30)
-    memory.view(np.uint64)[:] = np.arange(memory.size // 8, dtype=np.uint64)
-    times = []
-    for _ in range(6):
-        start = time.perf_counter()
-        _core.read_bytes(memory)
-        times.append(time.perf_counter() - start)
-    return float(memory.size / min(times[1:]))
+def memory_bandwidth(llm: LLM) -> float:
+    """Bytes per second that the pool's threads read from the store's own pages, doing no more.
+
+    A token's worth of random records after another, each in one call.
+    """
+    assert llm.store is not None, "a model without experts"
+    chosen = llm.spec.num_experts_per_tok
+    rng = np.random.default_rng(time.time_ns())
+    speeds = []
+    for _ in range(7):
+        ids = [rng.permutation(llm.spec.num_experts)[None, :chosen] for _ in llm.spec.moe_layers]
+        with ExitStack() as stack:
+            records = []
+            for layer, layer_ids in zip(llm.spec.moe_layers, ids, strict=True):
+                lease = stack.enter_context(llm.store.acquire(layer, layer_ids.astype(np.int32)))
+                while ready := lease.next_ready():
+                    records += [lease.data(index) for index in ready]
+            start = time.perf_counter()
+            _core.read_bytes(records)
+            seconds = time.perf_counter() - start
+            speeds.append(sum(record.size for record in records) / seconds)
+    return float(median(speeds))
 
 
 def drive_bandwidth(model: Path) -> float:
@@ -110,9 +123,9 @@ def resident(model: Path, memory: str, tokens: int, repeat: int) -> None:
         llm.generate(PROMPT, params)
         for _ in range(repeat):
             with Steal() as steal:
-                before = memory_bandwidth()
+                before = memory_bandwidth(llm)
                 receipt = llm.generate(PROMPT, params).receipt
-                limit = (before + memory_bandwidth()) / 2
+                limit = (before + memory_bandwidth(llm)) / 2
             assert receipt.expert_misses == 0, "a resident run read from the drive"
             speed = receipt.decode_tokens_per_s or 0.0
             speeds.append(speed)
@@ -155,12 +168,15 @@ def main() -> None:
     parser.add_argument("--resident", default="8GiB", help="ceiling of the resident run")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--only", choices=["resident", "streamed"])
     args = parser.parse_args()
     print(describe())
-    print(f"\nresident ({args.resident}), {args.tokens} tokens")
-    resident(args.model, args.resident, args.tokens, args.repeat)
-    print(f"\nstreamed ({args.streamed}), {args.tokens} tokens")
-    streamed(args.model, args.streamed, args.tokens, args.repeat)
+    if args.only != "streamed":
+        print(f"\nresident ({args.resident}), {args.tokens} tokens")
+        resident(args.model, args.resident, args.tokens, args.repeat)
+    if args.only != "resident":
+        print(f"\nstreamed ({args.streamed}), {args.tokens} tokens")
+        streamed(args.model, args.streamed, args.tokens, args.repeat)
 
 
 if __name__ == "__main__":
