@@ -7,8 +7,9 @@ Beside each run, in the same minute, the limit it meets is measured. For the res
 the pool's threads reading the same records in memory and doing nothing else; for the streamed run,
 direct reads of records at random places by as many plain threads as the engine has readers. Prints
 a row per run and the medians, with the machine, the commit and the share of time that the host
-stole: above 5 % a run is void. Weights read per token are the dense weights and one token's
-records. The resident model is filled by a first answer, which is not counted.
+stole: above 5 % a run is void. A third part shows what is left of the speed when another process
+takes one processor. Weights read per token are the dense weights and one token's records. The
+resident model is filled by a first answer, which is not counted.
 """
 
 from __future__ import annotations
@@ -137,6 +138,28 @@ def resident(model: Path, memory: str, tokens: int, repeat: int) -> None:
     print(f"  median {median(speeds):.2f} tok/s, {median(shares):.0%} of memory bandwidth")
 
 
+def beside_a_neighbour(model: Path, memory: str, tokens: int, repeat: int) -> None:
+    """Resident decode in pairs: alone, then while another process takes all of one processor."""
+    params = SamplingParams(max_tokens=tokens, temperature=0.0)
+    busy = [sys.executable, "-c", "while True: pass"]
+    shares = []
+    with LLM(model, memory=memory, experts=ExpertConfig(history="off")) as llm:
+        memory_bandwidth(llm)  # fills the slots
+        llm.generate(PROMPT, params)
+        for _ in range(repeat):
+            with Steal() as steal:
+                alone = llm.generate(PROMPT, params).receipt.decode_tokens_per_s or 0.0
+                with subprocess.Popen(busy) as neighbour:
+                    beside = llm.generate(PROMPT, params).receipt.decode_tokens_per_s or 0.0
+                    neighbour.kill()
+            shares.append(beside / alone)
+            print(
+                f"  {alone:6.2f} tok/s alone, {beside:6.2f} beside a busy process, "
+                f"{shares[-1]:4.0%}   steal {steal.share:.1%}"
+            )
+    print(f"  median {median(shares):.0%} of the quiet speed")
+
+
 def streamed(model: Path, memory: str, tokens: int, repeat: int) -> None:
     """Decode with a ceiling below the model, each run from an empty store in its own process."""
     speeds, shares = [], []
@@ -168,13 +191,16 @@ def main() -> None:
     parser.add_argument("--resident", default="8GiB", help="ceiling of the resident run")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--only", choices=["resident", "streamed"])
+    parser.add_argument("--only", choices=["resident", "neighbour", "streamed"])
     args = parser.parse_args()
     print(describe())
-    if args.only != "streamed":
+    if args.only in (None, "resident"):
         print(f"\nresident ({args.resident}), {args.tokens} tokens")
         resident(args.model, args.resident, args.tokens, args.repeat)
-    if args.only != "resident":
+    if args.only in (None, "neighbour"):
+        print(f"\nresident ({args.resident}), one processor taken by another process")
+        beside_a_neighbour(args.model, args.resident, args.tokens, args.repeat)
+    if args.only in (None, "streamed"):
         print(f"\nstreamed ({args.streamed}), {args.tokens} tokens")
         streamed(args.model, args.streamed, args.tokens, args.repeat)
 
