@@ -3,6 +3,11 @@
 #if defined(__linux__) && defined(__x86_64__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__linux__) && defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#elif defined(__APPLE__) && defined(__aarch64__)
+#include <sys/sysctl.h>
 #endif
 
 #include "base/error.h"
@@ -10,7 +15,7 @@
 namespace headrace {
 namespace {
 
-constexpr Isa kIsas[] = {Isa::Scalar, Isa::Avx2, Isa::Avx512, Isa::Amx};
+constexpr Isa kIsas[] = {Isa::Scalar, Isa::Avx2, Isa::Avx512, Isa::Amx, Isa::Neon, Isa::NeonI8mm};
 
 #if (defined(__x86_64__) || defined(_M_X64)) && (defined(__GNUC__) || defined(__clang__))
 // The builtins look at CPUID and at XGETBV, so a kernel that does not save the wide registers
@@ -50,6 +55,22 @@ bool has_amx_int8() {
 bool has_amx_int8() { return false; }
 #endif
 
+#if defined(__aarch64__) && defined(__linux__)
+bool has_neon_dot_product() { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
+bool has_neon_i8mm() { return has_neon_dot_product() && (getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0; }
+#elif defined(__aarch64__) && defined(__APPLE__)
+bool has_feature(const char* name) {
+  int value = 0;
+  size_t num_bytes = sizeof value;
+  return sysctlbyname(name, &value, &num_bytes, nullptr, 0) == 0 && value != 0;
+}
+bool has_neon_dot_product() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+bool has_neon_i8mm() { return has_neon_dot_product() && has_feature("hw.optional.arm.FEAT_I8MM"); }
+#else
+bool has_neon_dot_product() { return false; }
+bool has_neon_i8mm() { return false; }
+#endif
+
 std::string names_of_isas() {
   std::string names = "auto";
   for (const Isa& isa : kIsas) {
@@ -71,6 +92,10 @@ const char* isa_name(Isa isa) {
       return "avx512";
     case Isa::Amx:
       return "amx";
+    case Isa::Neon:
+      return "neon";
+    case Isa::NeonI8mm:
+      return "neon-i8mm";
   }
   return "?";
 }
@@ -85,6 +110,10 @@ bool is_isa_available(Isa isa) {
       return has_avx512_vnni();
     case Isa::Amx:
       return has_amx_int8();
+    case Isa::Neon:
+      return has_neon_dot_product();
+    case Isa::NeonI8mm:
+      return has_neon_i8mm();
   }
   return false;
 }

@@ -7,9 +7,10 @@
 
 namespace headrace {
 
-// In ascending order of preference. NEON joins here, with its kernels_neon.cpp. Amx is Avx512 with
-// int8 tiles for products of many rows.
-enum class Isa { Scalar, Avx2, Avx512, Amx };
+// In ascending order of preference. Amx is Avx512 with int8 tiles for products of many rows. Neon
+// has the dot-product extension, without which an ARM processor runs the scalar kernels; NeonI8mm
+// is Neon with int8 matrix products for two rows or more.
+enum class Isa { Scalar, Avx2, Avx512, Amx, Neon, NeonI8mm };
 
 const char* isa_name(Isa isa);
 bool is_isa_available(Isa isa);

@@ -17,6 +17,8 @@ const KernelTable& kernel_table(Isa isa) {
   if (isa == Isa::Avx2) table = avx2_table();
   if (isa == Isa::Avx512) table = avx512_table();
   if (isa == Isa::Amx) table = amx_table();
+  if (isa == Isa::Neon) table = neon_table();
+  if (isa == Isa::NeonI8mm) table = neon_i8mm_table();
   return table != nullptr ? *table : *scalar_table();
 }
 

@@ -1,8 +1,8 @@
 // The serial inner kernels of one instruction set. Every table computes the same real numbers in
 // the same order (the numeric contract), so which one runs never changes a bit.
 //
-// A new instruction set is one file: kernels_neon.cpp belongs beside kernels_avx2.cpp, fills a
-// KernelTable and joins kernel_table() and Isa.
+// A new instruction set is one file beside kernels_avx2.cpp, which fills a KernelTable and joins
+// kernel_table() and Isa.
 #pragma once
 
 #include <cstdint>
@@ -107,5 +107,7 @@ const KernelTable* scalar_table();
 const KernelTable* avx2_table();
 const KernelTable* avx512_table();
 const KernelTable* amx_table();
+const KernelTable* neon_table();
+const KernelTable* neon_i8mm_table();
 
 }  // namespace headrace

@@ -18,7 +18,7 @@ Auto: TypeAlias = Literal["auto"]
 KV_DTYPES = ("f16", "bf16", "f32")
 HISTORY_MODES = ("write", "read", "off")
 EMBEDDING_PLACES = ("auto", "resident", "drive")
-ISAS = ("auto", "scalar", "avx2", "avx512", "amx")
+ISAS = ("auto", "scalar", "avx2", "avx512", "amx", "neon", "neon-i8mm")
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {

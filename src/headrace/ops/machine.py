@@ -8,7 +8,7 @@ from headrace import _core
 
 
 def isa() -> str:
-    """The instruction set in use: scalar, avx2, avx512 or amx."""
+    """The instruction set in use: scalar, avx2, avx512, amx, neon or neon-i8mm."""
     return _core.isa()
 
 
