@@ -93,10 +93,24 @@ class Tokenizer:
         return self._template is not None
 
     @property
+    def chat_template(self) -> str | None:
+        """How the model writes a conversation, as its authors wrote it down."""
+        return self._template_text
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """The content of a `tokenizer.json` that makes this tokenizer."""
+        return dict(json.loads(self._core.to_str()))
+
+    def special_id(self, name: str) -> int | None:
+        """The id of tokenizer_config's `{name}_token`, if it has one."""
+        token = _content(self._config.get(f"{name}_token"))
+        return None if token is None else self.id_of(token)
+
+    @property
     def eos_id(self) -> int | None:
         """The id of tokenizer_config's `eos_token`, if it has one."""
-        token = _content(self._config.get("eos_token"))
-        return None if token is None else self.id_of(token)
+        return self.special_id("eos")
 
     def id_of(self, token: str) -> int | None:
         """The id of one token's text."""

@@ -344,7 +344,7 @@ def test_full_drive_is_named_and_resumable(
     convert(tmp_path / "hf", tmp_path / "whole", Recipe())
     import headrace.checkpoint.writer as writer
 
-    original, left = writer._write_all, [after]
+    original, left = writer.write_all, [after]
 
     def full(file: object, data: object) -> None:
         left[0] -= 1
@@ -353,7 +353,7 @@ def test_full_drive_is_named_and_resumable(
         original(file, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "_write_all", full)
+        patch.setattr(writer, "write_all", full)
         with pytest.raises(CheckpointError, match="no space left for ") as error:
             convert(tmp_path / "hf", tmp_path / "out", Recipe())
     assert "run the same command again" in str(error.value)

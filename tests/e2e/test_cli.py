@@ -134,6 +134,9 @@ def test_seed_and_stop_reach_the_sampler(cli: Any, tiny: Path) -> None:
         ["convert", "x", "y", "--experts", "q5"],
         ["convert", "x", "y", "--group", "16"],
         ["convert", "x", "y", "--experts", "q8", "--group", "32"],
+        ["convert", "x", "y", "--experts", "f32"],
+        ["convert", "x", "y.gguf", "--experts", "q5"],
+        ["convert", "x", "y.gguf", "--experts", "q4", "--group", "32"],
         ["synth", "qwen3-30b-a3b", "y", "--experts", "mxfp4", "--dense", "bf16", "--group", "64"],
         ["synth", "qwen3-30b-a3b", "y", "--format", "hf", "--experts", "q4"],
         ["synth", "qwen3-30b-a3b", "y", "--format", "hf", "--dense", "bf16"],
@@ -198,10 +201,24 @@ def test_plan_for_people_and_for_machines(cli: Any, tiny: Path) -> None:
     assert total == report["ceiling_bytes"]
 
 
+def test_convert_to_gguf_tells_what_is_left_out(cli: Any, tiny: Path, tmp_path: Path) -> None:
+    made = cli("convert", "demo", tmp_path / "demo.gguf")
+    assert made.status == 0, made.err
+    assert "in 74 tensors" in made.err and "note: layers that predict further" in made.err
+    again = cli("convert", "demo", tmp_path / "demo.gguf")
+    assert again.status == 1 and "destination exists" in again.err
+    wide = tmp_path / "wide.gguf"
+    report = json.loads(cli("convert", "demo", wide, "--dense", "f32", "--json").out)
+    assert report["total_bytes"] == wide.stat().st_size
+    refused = cli("convert", tiny, tmp_path / "tiny.gguf")
+    assert refused.status == 1 and "llama.cpp computes no qwen3_moe with" in refused.err
+
+
 def test_convert_then_inspect_then_run_the_container(cli: Any, tiny: Path, tmp_path: Path) -> None:
     dest = tmp_path / "container"
-    made = cli("convert", tiny, dest, "--experts", "bf16", "--dense", "bf16")
+    made = cli("convert", tiny, dest, "--experts", "bf16", "--dense", "bf16", "--json")
     assert made.status == 0, made.err
+    assert json.loads(made.out)["already_done"] is False
     assert (
         "complete already" in cli("convert", tiny, dest, "--experts", "bf16", "--dense", "bf16").err
     )

@@ -16,6 +16,7 @@ from headrace.checkpoint.gguf import GgufCheckpoint, config_from_metadata
 from headrace.checkpoint.gguf_blocks import DEQUANTIZERS, dequantize
 from headrace.checkpoint.gguf_header import BLOCK_TYPES, read_header
 from headrace.config import SamplingParams
+from headrace.convert import GgufRecipe, convert_to_gguf
 from headrace.errors import CheckpointError, EngineError, UnsupportedModelError
 from headrace.llm import LLM
 from headrace.models.registry import load_spec
@@ -32,6 +33,7 @@ GOLDEN: dict[str, tuple[dict[int, float], float]] = {
     "Q4_K": ({0: 315.5, 1: -25.5, 31: 160.5, 32: 8, 63: 40, 64: 420.5, 255: 48.5}, 54440),
     "Q5_K": ({0: 811.5, 1: -25.5, 16: 811.5, 32: 112, 128: 1047, 255: 108.5}, 116216),
     "Q6_K": ({0: -1431, 1: 1696, 15: -318, 32: 231, 64: -3040, 128: -351, 255: -60}, 4612),
+    "MXFP4": ({0: 0, 1: 3, 15: -1.5, 16: 1.5, 31: 3}, 12.5),
 }
 FACTORS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208, None)}
 
@@ -40,7 +42,10 @@ FACTORS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K
 def test_blocks_stand_for_these_numbers(name: str) -> None:
     block = ((37 * np.arange(DEQUANTIZERS[name][0]) + 11) % 256).astype(np.uint8)
     scale, minimum = FACTORS.get(name, (0, None))
-    block[scale : scale + 2] = (0x00, 0x3C)
+    if name == "MXFP4":
+        block[0] = 127  # the exponent of 1
+    else:
+        block[scale : scale + 2] = (0x00, 0x3C)
     if minimum is not None:
         block[minimum : minimum + 2] = (0x00, 0x38)
     values = dequantize(np.stack([block, block]), name)
@@ -244,3 +249,26 @@ def test_smollm2_knows_a_capital() -> None:
         )
     assert answer.text == "The capital of France is Paris."
     assert answer.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [("llama", "linear"), ("llama", "default"), ("qwen3", "default")]
+)
+def test_what_convert_writes_computes_the_same_bits(tmp_path: Path, name: str, case: str) -> None:
+    folder = make_case(name, case, tmp_path / "hf")
+    vocab = [chr(c) for c in range(0x21, 0x7F)] + [f"w{i}" for i in range(26)]
+    model = {"type": "BPE", "vocab": {t: i for i, t in enumerate(vocab)}, "merges": []}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    content = {"version": "1.0", "model": model, "pre_tokenizer": level, "decoder": level}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    convert_to_gguf(folder, tmp_path / "out.gguf", GgufRecipe())
+    if case == "default" and name == "llama":
+        factors = read_header(tmp_path / "out.gguf").tensors["rope_freqs.weight"]
+        assert factors.shape == (6,)
+        with pytest.raises(CheckpointError, match=r"rope_freqs\.weight"):
+            open_model(tmp_path / "out.gguf")  # a rule cannot be had back from its factors
+        return
+    ids = read_expected(name, case)["ids"].tolist()
+    found = run(open_model(tmp_path / "out.gguf")[0], None, ids, [40])
+    wanted = run(open_model(folder)[0], None, ids, [40])
+    np.testing.assert_array_equal(found.view(np.uint32), wanted.view(np.uint32))

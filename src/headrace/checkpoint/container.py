@@ -95,7 +95,7 @@ class ContainerCheckpoint(Checkpoint):
         self.mtp_records = _record_table(path, mtp, layout) if layout and mtp else None
         self.fingerprint = _fingerprint(path, data)
 
-    def _load(self, name: str) -> Bytes:
+    def load_bytes(self, name: str) -> Bytes:
         """Read a dense tensor's bytes and compare them with their checksum."""
         self.info(name)
         entry, tensor = self.entries[name], self.dense[name]
@@ -117,7 +117,7 @@ class ContainerCheckpoint(Checkpoint):
             entry = self.entries[name]
             pack_range(entry.path, entry.offset, (rows, cols), tensor.format, target, 1, data, name)
             return Matrix(data, target, rows, cols, 1)
-        matrix = Matrix(self._load(name), tensor.format, rows, cols, tensor.group)
+        matrix = Matrix(self.load_bytes(name), tensor.format, rows, cols, tensor.group)
         if format is None or format == tensor.format:
             return matrix
         return Matrix(_core.pack(_core.unpack(matrix), format, 1), format, rows, cols, 1)
@@ -127,7 +127,7 @@ class ContainerCheckpoint(Checkpoint):
         self.info(name)
         if self.dense[name].kind != "vector":
             raise CheckpointError(f"tensor is not a vector: {name}, checkpoint {self.path}")
-        return self._load(name).view(np.float32)
+        return self.load_bytes(name).view(np.float32)
 
     def embedding(self, name: str, resident: bool) -> EmbeddingTable:
         """Open the embedding table; see `Checkpoint.embedding`."""
@@ -140,7 +140,7 @@ class ContainerCheckpoint(Checkpoint):
             return EmbeddingTable(self.load_matrix(name), rows, cols, tensor.format)
         if not resident:
             return open_rows(self.entries[name], tensor.format, resident=False)
-        data = self._load(name).reshape(rows, -1)
+        data = self.load_bytes(name).reshape(rows, -1)
         return EmbeddingTable(data, rows, cols, tensor.format)
 
 

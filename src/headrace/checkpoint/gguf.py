@@ -1,9 +1,9 @@
 """A GGUF file behind the checkpoint interface: config, names, values and tokenizer as Hugging
 Face has them.
 
-Reads dense models of the `llama` architecture. Every weight is expanded to the real number it
-stands for and stays in memory: floating types as they are, quantised ones as float32. Nothing is
-rounded, and nothing is saved by the file's quantisation once it is loaded.
+Reads dense models of the `llama` and `qwen3` architectures. Every weight is expanded to the real
+number it stands for and stays in memory: floating types as they are, quantised ones as float32.
+Nothing is rounded, and nothing is saved by the file's quantisation once it is loaded.
 """
 
 from __future__ import annotations
@@ -20,32 +20,18 @@ from headrace.arrays import Bytes, Float32
 from headrace.checkpoint.base import CHUNK_BYTES, Checkpoint, EmbeddingTable, Matrix, TensorInfo
 from headrace.checkpoint.gguf_blocks import dequantize
 from headrace.checkpoint.gguf_header import GgufHeader, GgufTensor, read_header
+from headrace.checkpoint.gguf_names import ARCHITECTURES, paired_rows
 from headrace.checkpoint.gguf_tokenizer import tokenizer_config, tokenizer_json
 from headrace.checkpoint.values import check_finite, read_range
 from headrace.errors import CheckpointError, UnsupportedModelError
 
-ARCHITECTURE = "llama"
+DENSE_MODELS = {ARCHITECTURES[name].name: name for name in ("llama", "qwen3")}
+"""`general.architecture` of what is read -> `model_type`."""
 FLOATING = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 SAMPLES = 16
 SAMPLE_BYTES = 4096
 
-_WHOLE_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_LAYER_NAMES = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
-}
-# Every `llama.*` key that is understood; another one may change the result and is refused.
+# Every key of the model itself that is understood; another may change the result and is refused.
 _KEYS = frozenset(
     {
         "block_count",
@@ -69,7 +55,7 @@ _KEYS = frozenset(
 
 
 class GgufCheckpoint(Checkpoint):
-    """An opened GGUF file of a dense llama model."""
+    """An opened GGUF file of a dense model."""
 
     kind = "gguf"
 
@@ -84,7 +70,9 @@ class GgufCheckpoint(Checkpoint):
         self.header = read_header(path)
         self.config = config_from_metadata(self.header)
         self.generation_config = {"eos_token_id": self.config["eos_token_id"]}
-        self._sources = {_name_of(n): t for n, t in self.header.tensors.items()}
+        self.architecture = ARCHITECTURES[self.config["model_type"]]
+        name_of = self.architecture.hugging_face_name
+        self._sources = {name_of(n): t for n, t in self.header.tensors.items()}
         self.tensors = {name: _describe(tensor) for name, tensor in self._sources.items()}
         self.records = None
         self.mtp_tensors: Mapping[str, TensorInfo] = {}
@@ -146,17 +134,17 @@ class GgufCheckpoint(Checkpoint):
         return values
 
     def _row_order(self, name: str, rows: int) -> np.ndarray:
-        """For each row as Hugging Face orders them, its place in the file.
-
-        The converter to GGUF rewrites q and k for rope over neighbouring dimensions: within a head,
-        row i of the first half and row i of the second half become rows 2i and 2i + 1.
-        """
-        order = np.arange(rows)
+        """For each row as Hugging Face orders them, its place in the file."""
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         for role, key in heads.items():
-            if name.endswith(f"self_attn.{role}.weight"):
-                return order.reshape(self.config[key], -1, 2).swapaxes(1, 2).reshape(-1)
-        return order
+            if self.architecture.has_paired_rope and name.endswith(f"self_attn.{role}.weight"):
+                return paired_rows(rows, self.config[key])
+        return np.arange(rows)
+
+    def is_quantised(self, name: str) -> bool:
+        """Whether the file holds a dense tensor in a quantised type."""
+        self.info(name)
+        return self._sources[name].type.name not in FLOATING
 
 
 def config_from_metadata(header: GgufHeader) -> dict[str, Any]:
@@ -167,13 +155,13 @@ def config_from_metadata(header: GgufHeader) -> dict[str, Any]:
         UnsupportedModelError: another architecture, or a key that is not understood.
     """
     metadata = _Metadata(header)
-    architecture = metadata.get("general.architecture", str)
-    num_experts = metadata.get(f"{architecture}.expert_count", int, 0)
-    if architecture != ARCHITECTURE or num_experts:
+    architecture = metadata.architecture
+    num_experts = metadata.own("expert_count", int, 0)
+    if architecture not in DENSE_MODELS or num_experts:
         raise UnsupportedModelError(
             f"GGUF architecture {architecture!r} with {num_experts} experts is not supported: "
             f"{header.path}\n"
-            f"expected {ARCHITECTURE!r} without experts\n"
+            f"expected {' or '.join(map(repr, DENSE_MODELS))} without experts\n"
             "hint: use the model's Hugging Face checkpoint"
         )
     num_files = metadata.get("split.count", int, 1)
@@ -181,7 +169,7 @@ def config_from_metadata(header: GgufHeader) -> dict[str, Any]:
         raise UnsupportedModelError(
             f"the model is split over {num_files} GGUF files: {header.path}\nexpected a single file"
         )
-    metadata.refuse_unknown(ARCHITECTURE, _KEYS)
+    metadata.refuse_unknown(_KEYS)
     heads, width = metadata.own("attention.head_count", int), metadata.own("embedding_length", int)
     head_dim = metadata.own("attention.key_length", int, width // max(heads, 1))
     metadata.require("attention.value_length", head_dim)
@@ -192,7 +180,7 @@ def config_from_metadata(header: GgufHeader) -> dict[str, Any]:
         if f"tokenizer.ggml.{key}_token_id" in header.metadata
     ]
     return {
-        "model_type": "llama",
+        "model_type": DENSE_MODELS[architecture],
         "hidden_size": width,
         "intermediate_size": metadata.own("feed_forward_length", int),
         "num_hidden_layers": metadata.own("block_count", int),
@@ -228,6 +216,7 @@ class _Metadata:
 
     def __init__(self, header: GgufHeader) -> None:
         self._header = header
+        self.architecture: str = self.get("general.architecture", str)
 
     def get(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
         """A value of metadata, or the default where the key is absent."""
@@ -248,19 +237,20 @@ class _Metadata:
 
     def own(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
         """A value under the architecture's own prefix."""
-        return self.get(f"{ARCHITECTURE}.{key}", kind, default)
+        return self.get(f"{self.architecture}.{key}", kind, default)
 
     def require(self, key: str, expected: int) -> None:
         """Refuse a model whose `key` is not `expected`, where it is stated."""
         value = self.own(key, int, expected)
         if value != expected:
             raise UnsupportedModelError(
-                f"`{ARCHITECTURE}.{key}: {value}` is not supported: {self._header.path}\n"
+                f"`{self.architecture}.{key}: {value}` is not supported: {self._header.path}\n"
                 f"expected {expected}, the width of a head"
             )
 
-    def refuse_unknown(self, prefix: str, known: frozenset[str]) -> None:
+    def refuse_unknown(self, known: frozenset[str]) -> None:
         """Refuse keys of the architecture that nobody here understands."""
+        prefix = self.architecture
         found = {k for k in self._header.metadata if k.startswith(prefix + ".")}
         unknown = sorted(found - {f"{prefix}.{key}" for key in known})
         if unknown:
@@ -268,15 +258,6 @@ class _Metadata:
                 f"GGUF metadata that is not understood: {self._header.path}\n"
                 f"got {', '.join(f'`{key}`' for key in unknown)}; it may change the result"
             )
-
-
-def _name_of(name: str) -> str:
-    """The Hugging Face name of a tensor; unknown ones keep theirs, to be refused by that name."""
-    if name.startswith("blk."):
-        _, layer, rest = (*name.split(".", 2), "")[:3]
-        if rest in _LAYER_NAMES:
-            return f"model.layers.{layer}.{_LAYER_NAMES[rest]}"
-    return _WHOLE_NAMES.get(name, name)
 
 
 def _describe(tensor: GgufTensor) -> TensorInfo:

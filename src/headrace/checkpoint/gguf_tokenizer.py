@@ -1,14 +1,17 @@
-"""Rebuilds a tokenizer from a GGUF file: vocabulary and merges are in it, the pre-tokenizer by
+"""Tokenizers across the border of GGUF: vocabulary and merges are in a file, the pre-tokenizer by
 name.
 
-The result is the text of a Hugging Face `tokenizer.json`, so that one tokenizer serves every kind
-of checkpoint. Byte-level BPE vocabularies (`gpt2`) only.
+One direction makes the text of a Hugging Face `tokenizer.json`, so that one tokenizer serves every
+kind of checkpoint; the other makes the metadata of a file. Byte-level BPE vocabularies (`gpt2`)
+only.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from headrace.checkpoint.gguf_header import GgufHeader
@@ -23,24 +26,54 @@ def _split(pattern: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
+@dataclass(frozen=True)
+class PreTokenizer:
+    """What a name in `tokenizer.ggml.pre` stands for.
+
+    Attributes:
+        steps: as in a `tokenizer.json`.
+        ignore_merges: a piece that is itself a token is taken whole, before any merge.
+        has_nfc: text is normalised first. llama.cpp never does; text that is not NFC differs there.
+    """
+
+    steps: list[dict[str, Any]]
+    ignore_merges: bool = False
+    has_nfc: bool = False
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WHOLE_BYTE_LEVEL = {**_BYTE_LEVEL, "use_regex": True}
+_PLAIN_BYTE_LEVEL = {**_BYTE_LEVEL, "use_regex": False}
+
 # GGUF stores the name of a pre-tokenizer, not its rule. Each rule is the one in the
 # `tokenizer.json` of the models that carry the name.
-PRE_TOKENIZERS: Mapping[str, list[dict[str, Any]]] = {
-    "smollm": [
-        {"type": "Digits", "individual_digits": True},
-        {**_BYTE_LEVEL, "use_regex": True},
-    ],
-    "gpt-2": [{**_BYTE_LEVEL, "use_regex": True}],
-    "llama-bpe": [
-        _split(
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-            r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-        ),
-        {**_BYTE_LEVEL, "use_regex": False},
-    ],
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    "smollm": PreTokenizer(
+        [{"type": "Digits", "individual_digits": True}, _WHOLE_BYTE_LEVEL],
+    ),
+    "gpt-2": PreTokenizer([_WHOLE_BYTE_LEVEL]),
+    "olmo": PreTokenizer([_WHOLE_BYTE_LEVEL], has_nfc=True),
+    "llama-bpe": PreTokenizer(
+        [
+            _split(
+                _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            ),
+            _PLAIN_BYTE_LEVEL,
+        ],
+        ignore_merges=True,
+    ),
+    "qwen2": PreTokenizer(
+        [
+            _split(
+                _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            ),
+            _PLAIN_BYTE_LEVEL,
+        ],
+        has_nfc=True,
+    ),
 }
-# In a llama-bpe vocabulary a piece that is itself a token is taken whole, before any merge.
-_IGNORE_MERGES = frozenset({"llama-bpe"})
 
 
 def tokenizer_json(header: GgufHeader) -> str:
@@ -76,8 +109,8 @@ def tokenizer_json(header: GgufHeader) -> str:
             "truncation": None,
             "padding": None,
             "added_tokens": _added_tokens(tokens, types),
-            "normalizer": None,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[pre]},
+            "normalizer": {"type": "NFC"} if PRE_TOKENIZERS[pre].has_nfc else None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[pre].steps},
             "post_processor": _post_processor(header, tokens),
             "decoder": {**_BYTE_LEVEL, "use_regex": True},
             "model": {
@@ -88,7 +121,7 @@ def tokenizer_json(header: GgufHeader) -> str:
                 "end_of_word_suffix": None,
                 "fuse_unk": False,
                 "byte_fallback": False,
-                "ignore_merges": pre in _IGNORE_MERGES,
+                "ignore_merges": PRE_TOKENIZERS[pre].ignore_merges,
                 "vocab": vocab,
                 "merges": [_pair(header, merge, vocab) for merge in merges],
             },
@@ -165,3 +198,149 @@ def _pair(header: GgufHeader, merge: str, vocab: Mapping[str, int]) -> list[str]
             f"GGUF merge {merge[:80]!r} is not made of tokens of the vocabulary: {header.path}"
         )
     return [left, right]
+
+
+# The other direction
+
+
+def vocabulary_metadata(
+    tokenizer: Mapping[str, Any], vocab_size: int, where: Path
+) -> dict[str, Any]:
+    """State a `tokenizer.json` as the metadata of a GGUF file.
+
+    Args:
+        tokenizer: content of the file, which the `tokenizers` library has read without complaint.
+        vocab_size: rows of the embedding. Ids without a token become unused ones, `[PAD7]`.
+        where: the checkpoint, for messages.
+
+    Raises:
+        UnsupportedModelError: the vocabulary, or the way text is cut before it, has no name in GGUF
+            here; or the tokenizer has more ids than the embedding.
+    """
+    model = tokenizer["model"]
+    _require_byte_level(tokenizer, where)
+    pre = _pre_tokenizer_name(tokenizer, where)
+    added = {int(t["id"]): t for t in tokenizer.get("added_tokens") or ()}
+    texts = {**{i: text for text, i in model["vocab"].items()}}
+    texts |= {i: token["content"] for i, token in added.items()}
+    if max(texts) >= vocab_size:
+        raise UnsupportedModelError(
+            f"the tokenizer has more ids than the embedding has rows: {where}\n"
+            f"expected ids below {vocab_size}, got {max(texts)}"
+        )
+    types = [
+        _UNUSED if i not in texts else _NORMAL if i not in added else _added_type(added[i])
+        for i in range(vocab_size)
+    ]
+    first, last = _surrounding_tokens(tokenizer, where)
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [texts.get(i, f"[PAD{i}]") for i in range(vocab_size)],
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": [_merge_text(merge) for merge in model["merges"]],
+        "tokenizer.ggml.add_bos_token": first is not None,
+        "tokenizer.ggml.add_eos_token": last is not None,
+    }
+    ids = {text: i for i, text in texts.items()}
+    if first is not None:
+        metadata["tokenizer.ggml.bos_token_id"] = ids[first]
+    if last is not None:
+        metadata["tokenizer.ggml.eos_token_id"] = ids[last]
+    return metadata
+
+
+def _added_type(token: Mapping[str, Any]) -> int:
+    return _CONTROL if token.get("special") else _USER_DEFINED
+
+
+def _merge_text(merge: str | Sequence[str]) -> str:
+    """`tokenizer.json` writes a merge as one text or as a pair."""
+    return merge if isinstance(merge, str) else " ".join(merge)
+
+
+def _require_byte_level(tokenizer: Mapping[str, Any], where: Path) -> None:
+    """Refuse a vocabulary that is not what GGUF calls `gpt2`."""
+    model = tokenizer["model"]
+    kind = model.get("type", "unknown")
+    strange = [
+        name
+        for name in ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix", "dropout")
+        if model.get(name)
+    ]
+    decoder = (tokenizer.get("decoder") or {}).get("type")
+    normalizer = (tokenizer.get("normalizer") or {}).get("type")
+    if kind == "BPE" and not strange and decoder == "ByteLevel" and normalizer in (None, "NFC"):
+        return
+    raise UnsupportedModelError(
+        f"tokenizer cannot be written to a GGUF file: {where}\n"
+        f"expected byte-level BPE without a normalizer other than NFC, got {kind}"
+        f"{' with ' + ', '.join(strange) if strange else ''}, decoder {decoder}, "
+        f"normalizer {normalizer}\n"
+        "hint: sentencepiece vocabularies (Llama 2, Mixtral) need llama.cpp's own converter"
+    )
+
+
+def _pre_tokenizer_name(tokenizer: Mapping[str, Any], where: Path) -> str:
+    """The name under which llama.cpp cuts text the same way."""
+    steps = list(_canonical_steps(tokenizer.get("pre_tokenizer")))
+    ignore_merges = bool(tokenizer["model"].get("ignore_merges"))
+    has_nfc = tokenizer.get("normalizer") is not None
+    names = [
+        name
+        for name, known in PRE_TOKENIZERS.items()
+        if [*_canonical_steps({"type": "Sequence", "pretokenizers": known.steps})] == steps
+        and known.ignore_merges == ignore_merges
+    ]
+    for name in names:
+        if PRE_TOKENIZERS[name].has_nfc == has_nfc:
+            return name
+    if names:
+        return names[0]  # llama.cpp does not normalise under any of these names
+    raise UnsupportedModelError(
+        f"pre-tokenizer has no known name in GGUF: {where}\n"
+        f"expected that of {', '.join(PRE_TOKENIZERS)}, "
+        f"got {steps}, ignore_merges {ignore_merges}"
+    )
+
+
+def _canonical_steps(pre_tokenizer: Mapping[str, Any] | None) -> Iterator[tuple[Any, ...]]:
+    """The steps of a pre-tokenizer without what does not change ids."""
+    if pre_tokenizer is None:
+        return
+    kind = pre_tokenizer["type"]
+    if kind == "Sequence":
+        for step in pre_tokenizer["pretokenizers"]:
+            yield from _canonical_steps(step)
+    elif kind == "ByteLevel":
+        use_regex = pre_tokenizer.get("use_regex", True)
+        yield kind, bool(pre_tokenizer.get("add_prefix_space", True)), bool(use_regex)
+    elif kind == "Split":
+        pattern = tuple(pre_tokenizer["pattern"].items())
+        yield kind, pattern, pre_tokenizer["behavior"], bool(pre_tokenizer.get("invert"))
+    else:
+        yield kind, *sorted((k, v) for k, v in pre_tokenizer.items() if k != "type")
+
+
+def _surrounding_tokens(tokenizer: Mapping[str, Any], where: Path) -> tuple[str | None, str | None]:
+    """The special tokens put before and after a plain text, if any."""
+    processor = tokenizer.get("post_processor") or {"type": "ByteLevel"}
+    for part in processor.get("processors", [processor]):
+        if part["type"] == "ByteLevel":
+            continue
+        single = part.get("single") if part["type"] == "TemplateProcessing" else None
+        names = [piece.get("SpecialToken", {}).get("id") for piece in single or ()]
+        if single is None or names.count(None) != 1 or len(names) > 3 or names.index(None) > 1:
+            raise UnsupportedModelError(
+                f"post-processor cannot be written to a GGUF file: {where}\n"
+                f"expected at most one token before a text and one after it, "
+                f"got {part['type']} {names}"
+            )
+        at = names.index(None)
+        if len(names) - at > 2:
+            raise UnsupportedModelError(
+                f"post-processor puts {len(names) - at - 1} tokens after a text: {where}\n"
+                "expected at most one: a GGUF file states no more"
+            )
+        return (names[0] if at else None), (names[-1] if at + 1 < len(names) else None)
+    return None, None

@@ -63,7 +63,8 @@ def write_error(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"cannot write {path}: {error.strerror or error}")
 
 
-def _write_all(file: BinaryIO, data: bytes | Bytes) -> None:
+def write_all(file: BinaryIO, data: bytes | Bytes) -> None:
+    """Write every byte to an unbuffered file, at its position."""
     view = memoryview(data if isinstance(data, bytes) else data.data).cast("B")
     done = 0
     while done < len(view):
@@ -96,11 +97,11 @@ def write_expert_file(
     """
     checksums = []
     with whole_file(path) as file:
-        _write_all(file, expert_header(layer, num_experts, record_bytes))
+        write_all(file, expert_header(layer, num_experts, record_bytes))
         for record in records:
             if record.nbytes != record_bytes:
                 raise AssertionError(f"record of {record.nbytes} bytes, expected {record_bytes}")
-            _write_all(file, record)
+            write_all(file, record)
             checksums.append(bytes_checksum(record))
             progress(record_bytes)
         if len(checksums) != num_experts:
@@ -130,15 +131,15 @@ def write_dense_file(
     """
     checksums = []
     with whole_file(path) as file:
-        _write_all(file, dense_header(tensors))
+        write_all(file, dense_header(tensors))
         for tensor in tensors:
             data = load(tensor)
             if data.nbytes != tensor.nbytes:
                 raise AssertionError(
                     f"{tensor.name} has {data.nbytes} bytes, expected {tensor.nbytes}"
                 )
-            _write_all(file, data)
-            _write_all(file, np.zeros(tensor.stored_bytes - tensor.nbytes, np.uint8))
+            write_all(file, data)
+            write_all(file, np.zeros(tensor.stored_bytes - tensor.nbytes, np.uint8))
             checksums.append(bytes_checksum(data))
             progress(tensor.stored_bytes)
     return checksums
@@ -156,17 +157,17 @@ def write_arrays(
         CheckpointError: the file cannot be written.
     """
     with whole_file(path) as file:
-        _write_all(file, header)
+        write_all(file, header)
         progress(len(header))
         for array in arrays:
-            _write_all(file, array)
+            write_all(file, array)
             progress(array.nbytes)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a small file whole."""
     with whole_file(path) as file:
-        _write_all(file, data)
+        write_all(file, data)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

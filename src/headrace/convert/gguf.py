@@ -1,0 +1,252 @@
+"""From a checkpoint to one GGUF file: one matrix of one expert in memory at a time.
+
+The file is written under a temporary name, in one pass, and renamed when it is whole. A run that
+was killed leaves the temporary file, which the next run overwrites.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from headrace import _core
+from headrace.arrays import Bytes
+from headrace.checkpoint import ContainerCheckpoint, HuggingFaceCheckpoint, Matrix
+from headrace.checkpoint.base import to_float32
+from headrace.checkpoint.container import check_bytes
+from headrace.checkpoint.gguf_blocks import BLOCK_VALUES, blocks_of_packed
+from headrace.checkpoint.gguf_names import EXPERT_ROLES, ROPE_FACTORS, paired_rows
+from headrace.checkpoint.gguf_writer import GgufWriter, write_gguf
+from headrace.checkpoint.records import FLOAT_FORMATS
+from headrace.checkpoint.safetensors import TensorEntry
+from headrace.checkpoint.values import (
+    BLOCK_ROWS,
+    check_finite,
+    pack_values,
+    read_range,
+    row_pieces,
+)
+from headrace.checkpoint.writer import TEMPORARY_SUFFIX
+from headrace.convert.gguf_plan import DensePart, GgufPlan, GgufRecipe, make_gguf_plan
+from headrace.convert.run import Progress
+from headrace.errors import CheckpointError, ConfigError
+
+_FLOATING = frozenset(FLOAT_FORMATS.values())
+
+
+@dataclass(frozen=True)
+class GgufReport:
+    """What was written."""
+
+    dest: Path
+    total_bytes: int
+    num_tensors: int
+    notes: tuple[str, ...]
+    """What the file does not carry over, in words for people."""
+
+
+def convert_to_gguf(
+    source: Path,
+    dest: Path,
+    recipe: GgufRecipe,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> GgufReport:
+    """Write a model as a GGUF file that llama.cpp and its kin run.
+
+    Args:
+        source: a container, the directory of a Hugging Face checkpoint, or a GGUF file; only read.
+        dest: the file to make. It must not exist.
+        recipe: how weights are stored; by default as in the source, without loss.
+        progress: called often.
+
+    Raises:
+        ConfigError: the destination exists or lies in the source, or an option does nothing.
+        CheckpointError: the source is damaged or holds a NaN or infinity, or the drive is full.
+        UnsupportedModelError: the file would not compute the same model, or a format cannot be had
+            from this source.
+    """
+    dest = dest.resolve()
+    if dest.exists():
+        raise ConfigError(
+            f"destination exists: {dest}\nhint: remove it, or choose another destination"
+        )
+    if source.resolve() in dest.parents:
+        raise ConfigError(
+            f"destination lies inside the source: {dest}\n"
+            "hint: a source is only read; choose a destination beside it"
+        )
+    plan = make_gguf_plan(source, recipe)
+    _require_space(dest, plan.layout.file_bytes)
+    done = 0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        progress(Progress(dest.name, done, plan.layout.file_bytes))
+
+    with write_gguf(dest, plan.layout, advance) as writer:
+        _Export(plan, writer).run()
+    return GgufReport(dest, plan.layout.file_bytes, plan.num_tensors, plan.notes)
+
+
+def _require_space(dest: Path, num_bytes: int) -> None:
+    left_over = dest.with_name(dest.name + TEMPORARY_SUFFIX)
+    place = next(p for p in dest.parents if p.exists())
+    have = shutil.disk_usage(place).free
+    have += left_over.stat().st_size if left_over.is_file() else 0
+    if have < num_bytes:
+        raise CheckpointError(
+            f"not enough space for the file: {dest.parent}\n"
+            f"expected {num_bytes} bytes free ({num_bytes / 2**30:.2f} GiB), "
+            f"got {have} ({have / 2**30:.2f} GiB)\n"
+            "hint: free some space, or choose a destination on another drive"
+        )
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Whole rows of a matrix as the source holds them."""
+
+    name: str
+    path: Path
+    first: int
+    """The first row within the matrix; a multiple of 16."""
+    rows: int
+    cols: int
+    format: str
+    group: int
+    """Inputs per scale of a packed piece; 0: values stand row after row."""
+    data: Bytes
+
+
+class _Export:
+    """One run over an open file."""
+
+    def __init__(self, plan: GgufPlan, writer: GgufWriter) -> None:
+        self.plan, self.source, self.writer = plan, plan.source, writer
+
+    def run(self) -> None:
+        """Write every tensor."""
+        for part in self.plan.dense:
+            self._write_dense(part)
+        for index, layer in enumerate(self.plan.layers):
+            self._write_experts(index, layer)
+        if self.plan.rope_factors is not None:
+            self.writer.write(ROPE_FACTORS, 0, self.plan.rope_factors.view(np.uint8))
+
+    def _write_dense(self, part: DensePart) -> None:
+        tensor = part.tensor
+        if len(tensor.shape) == 1:
+            values = self.source.load_vector(part.source_name)
+            self.writer.write(tensor.name, 0, values.view(np.uint8))
+            return
+        pieces = self._pieces(part.source_name)
+        if not part.num_heads:
+            for piece in pieces:
+                blocks = _blocks(piece, part.format)
+                self.writer.write(tensor.name, piece.first * tensor.row_bytes, blocks)
+            return
+        whole = np.concatenate([_blocks(piece, part.format) for piece in pieces])
+        reordered = np.empty_like(whole)
+        reordered[paired_rows(len(whole), part.num_heads)] = whole
+        self.writer.write(tensor.name, 0, reordered)
+
+    def _pieces(self, name: str) -> Iterator[_Piece]:
+        """A dense matrix of the source, piece by piece."""
+        source = self.source
+        rows, cols = source.info(name).shape
+        if isinstance(source, HuggingFaceCheckpoint):
+            yield from _plain_pieces(source.entry(name), cols)
+        elif isinstance(source, ContainerCheckpoint) and source.dense[name].kind == "rows":
+            data, format = source.load_bytes(name), source.dense[name].format
+            yield _Piece(name, source.path, 0, rows, cols, format, 0, data)
+        else:
+            matrix = source.load_matrix(name)
+            yield from _packed_pieces(name, source.path, matrix)
+
+    def _write_experts(self, index: int, layer: int) -> None:
+        """Write a layer's three tensors, expert by expert: a record is read once."""
+        records = self.source.records
+        assert records is not None, "a layer with experts has records"
+        for expert in range(records.num_experts):
+            pieces = self._expert(index, layer, expert)
+            for name, piece in zip(EXPERT_ROLES.values(), pieces, strict=True):
+                blocks = _blocks(piece, self.plan.expert_format)
+                self.writer.write(f"blk.{layer}.{name}", expert * blocks.nbytes, blocks)
+
+    def _expert(self, index: int, layer: int, expert: int) -> Iterator[_Piece]:
+        """Gate, up and down of an expert, each whole."""
+        source, records = self.source, self.source.records
+        if isinstance(source, HuggingFaceCheckpoint):
+            for role in EXPERT_ROLES:
+                entry = source.experts[layer][expert][role]
+                data = np.empty(entry.nbytes, np.uint8)
+                read_range(entry.path, entry.offset, data)
+                (rows, cols), format = entry.shape, FLOAT_FORMATS[entry.dtype]
+                yield _Piece(entry.name, entry.path, 0, rows, cols, format, 0, data)
+            return
+        assert isinstance(source, ContainerCheckpoint), "GGUF files with experts are not opened"
+        assert records is not None and records.checksum is not None, "a container has checksums"
+        path = records.files[records.file[index, expert, 0]]
+        name, offset = f"layer {layer}, expert {expert}", int(records.offset[index, expert, 0])
+        record = np.empty(records.layout.record_bytes, np.uint8)
+        read_range(path, offset, record)
+        check_bytes(record, int(records.checksum[index, expert]), name, path, offset)
+        for m in records.layout.matrices:
+            data = record[m.offset : m.offset + m.nbytes]
+            yield _Piece(name, path, 0, m.rows, m.cols, m.format, m.group, data)
+
+
+def _plain_pieces(entry: TensorEntry, cols: int) -> Iterator[_Piece]:
+    rows, format = entry.shape[0], FLOAT_FORMATS[entry.dtype]
+    row_bytes = entry.nbytes // rows
+    for first, count in row_pieces(rows, row_bytes):
+        data = np.empty(count * row_bytes, np.uint8)
+        read_range(entry.path, entry.offset + first * row_bytes, data)
+        yield _Piece(entry.name, entry.path, first, count, cols, format, 0, data)
+
+
+def _packed_pieces(name: str, path: Path, matrix: Matrix) -> Iterator[_Piece]:
+    block_bytes = matrix.nbytes // -(-matrix.rows // BLOCK_ROWS)
+    for first, count in row_pieces(matrix.rows, 4 * matrix.cols):
+        begin = first // BLOCK_ROWS * block_bytes
+        data = matrix.data[begin : begin - (-count // BLOCK_ROWS) * block_bytes]
+        format, group = matrix.format, matrix.group
+        yield _Piece(name, path, first, count, matrix.cols, format, group, data)
+
+
+def _blocks(piece: _Piece, format: str) -> Bytes:
+    """Rows of GGUF blocks, [N, row bytes]: copied if the format stays, else rounded or widened.
+
+    Args:
+        piece: from the source.
+        format: the file's; one that `gguf_plan` allows from the piece's.
+    """
+    if not piece.group:
+        check_finite(piece.data, piece.format, piece.name, piece.path, piece.first * piece.cols)
+        if format == piece.format:
+            return piece.data.reshape(piece.rows, -1)
+        if format == "f32":
+            return to_float32(piece.data, piece.format).view(np.uint8).reshape(piece.rows, -1)
+        return _quantised(piece, piece.data, piece.format, format)
+    if format == piece.format:
+        return blocks_of_packed(piece.data, format, piece.rows, piece.cols, piece.group)
+    data = _core.aligned_empty(piece.data.nbytes)
+    data[:] = piece.data
+    packed = Matrix(data, piece.format, piece.rows, piece.cols, piece.group)
+    values: Bytes = _core.unpack(packed).view(np.uint8)
+    if format == "f32":
+        return values
+    return _quantised(piece, values.reshape(-1), "f32", format)
+
+
+def _quantised(piece: _Piece, values: Bytes, source: str, format: str) -> Bytes:
+    """Round floating values, row after row, to a narrower format: by the container's own rules."""
+    shape, group = (piece.rows, piece.cols), 1 if format in _FLOATING else BLOCK_VALUES
+    first = piece.first * piece.cols
+    packed = pack_values(values, shape, source, format, group, piece.name, piece.path, first)
+    return blocks_of_packed(packed, format, *shape, group)
