@@ -79,8 +79,8 @@ def memory_bandwidth(llm: LLM) -> float:
 def drive_bandwidth(model: Path) -> float:
     """Bytes per second of direct reads of whole records, at random places, by plain threads.
 
-    Not by the engine's readers, as `disk.measure` does it: a slow reader must not lower the limit
-    that its own runs are compared with.
+    Not by the engine's readers, as `headrace bench disk` does it: a slow reader must not lower the
+    limit that its own runs are compared with.
     """
     records = open_model(model)[1].records
     if records is None or records.repack is not None:

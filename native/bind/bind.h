@@ -9,5 +9,6 @@ void bind_ops(nanobind::module_& m);        // bind_ops.cpp: kernels, packed mat
 void bind_attention(nanobind::module_& m);  // bind_attention.cpp: rope, KV pool, attention
 void bind_measure(nanobind::module_& m);    // bind_measure.cpp: the machine's ceilings
 void bind_store(nanobind::module_& m);      // bind_store.cpp: readers and the expert store
+void bind_probe(nanobind::module_& m);      // bind_probe.cpp: how fast a drive gives records
 
 }  // namespace headrace

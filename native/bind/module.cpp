@@ -48,4 +48,5 @@ NB_MODULE(_core, m) {
   headrace::bind_attention(m);
   headrace::bind_measure(m);
   headrace::bind_store(m);
+  headrace::bind_probe(m);
 }

@@ -157,6 +157,19 @@ def read_many(
     direct: bool = True,
 ) -> None: ...
 
+# ---- bind_probe.cpp: how fast a drive gives records
+
+def probe_reads(
+    paths: Sequence[str],
+    places: Sequence[tuple[int, int]],
+    *,
+    record_bytes: int,
+    block_bytes: int,
+    readers: int,
+    direct: bool,
+    with_checksum: bool,
+) -> tuple[int, int, int, int, bool]: ...
+
 class RowReader:
     def __init__(
         self, path: str, offset: int, row_bytes: int, num_rows: int = -1, direct: bool = True

@@ -166,6 +166,11 @@ def usage() -> Iterator[None]:
         raise typer.BadParameter(str(error).replace("\n", "; ")) from None
 
 
+def parsed_bytes(text: str) -> int:
+    """Read a byte size; a wrong one is wrong usage."""
+    return typing.cast(int, _parsed(parse_bytes, text))
+
+
 def _parsed(parse: Callable[[str], Any], text: str) -> Any:
     with usage():
         return parse(text)

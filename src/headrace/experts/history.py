@@ -140,7 +140,7 @@ class History:
         }
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _write_atomically(self.path, json.dumps(content).encode())
+            write_atomically(self.path, json.dumps(content).encode())
         except OSError as error:
             _log.warning("expert history not saved: %s: %s", self.path, error)
 
@@ -169,7 +169,8 @@ class History:
         ]
 
 
-def _write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file by one of this content, or leave it as it is. Raises OSError."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
