@@ -17,8 +17,8 @@ next. A sample of theirs is a run of llama-bench on random tokens, model loaded 
 of ours is an answer to random ids from a model that stays loaded with all experts resident. Both
 keep keys and values as f16. Decode counts tokens after a context of 100 (or --deep), prefill a
 prompt of 512 with nothing cached. The long context is computed once by us (its pages are found
-again) and once in each process by llama-bench, which is most of the time that this takes: about ten
-minutes in all.
+again) and once in each process by llama-bench, which is most of the time that this takes: about
+twenty minutes in all, most of them for the long context; --deep 0 leaves it out.
 
 Prints every pair, medians and ratios, with machine, commit, the time that the host stole and what
 other processes used: a pair with more than 5 % of either is void and stays out of the medians.
@@ -34,7 +34,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -49,6 +49,7 @@ SHALLOW_TOKENS = 100
 PREFILL_TOKENS = 512
 DECODE_TOKENS = 64
 DEEP_DECODE_TOKENS = 32
+SEARCH_REPETITIONS = 2
 WARM_SECONDS = 300
 DEEP_REPETITIONS = 3  # llama-bench computes the context once for all of them
 
@@ -102,8 +103,8 @@ class Peer:
         self.program, self.model, self.threads = program, model, threads
         self.build = ""
 
-    def run(self, what: Measurement, setting: Setting) -> float | None:
-        """Tokens per second, the median of the repetitions; None if the program fails."""
+    def run(self, what: Measurement, setting: Setting) -> list[float]:
+        """Tokens per second of each repetition; none if the program fails."""
         options = {
             "-m": self.model, "-t": self.threads, "-p": what.prompt, "-n": what.generate,
             "-d": what.depth, "-r": what.repetitions, "-fa": setting.flash_attention,
@@ -114,21 +115,22 @@ class Peer:
         if done.returncode:
             error = (done.stderr.strip().splitlines() or ["no message"])[-1]
             print(f"  llama-bench fails with {setting}: status {done.returncode}, {error}")
-            return None
+            return []
         rows: list[dict[str, Any]] = json.loads(done.stdout)
         self.build = f"{rows[0]['build_number']} {rows[0]['build_commit']}"
-        return float(median(rows[0]["samples_ts"]))
+        return [float(speed) for speed in rows[0]["samples_ts"]]
 
     def fastest(self, what: Measurement, settings: list[Setting]) -> Setting:
-        """Try settings, print each, return the best."""
-        speeds = {setting: self.run(what, setting) for setting in settings}
-        for setting, speed in speeds.items():
-            if speed is not None:
-                print(f"  {what.name}: {speed:8.2f} tok/s with {setting}")
-        found = {setting: speed for setting, speed in speeds.items() if speed is not None}
-        if not found:
+        """Try settings, print each, return the one with the best sample."""
+        best: dict[Setting, float] = {}
+        for setting in settings:
+            speeds = self.run(replace(what, repetitions=SEARCH_REPETITIONS), setting)
+            if speeds:
+                best[setting] = max(speeds)
+                print(f"  {what.name}: {max(speeds):8.2f} tok/s with {setting}", flush=True)
+        if not best:
             raise SystemExit(f"llama-bench ran with none of its settings: {self.model}")
-        return max(found, key=lambda setting: found[setting])
+        return max(best, key=lambda setting: best[setting])
 
 
 class Ours:
@@ -215,9 +217,9 @@ def measure(
             else:
                 own = ours.run(what)
                 theirs = peer.run(what, setting)
-        if theirs is None:
+        if not theirs:
             raise SystemExit("llama-bench failed with a setting that it ran with before")
-        pair = Pair(own, theirs, steal.share, others())
+        pair = Pair(own, median(theirs), steal.share, others())
         pairs.append(pair)
         print(
             f"  ours {pair.ours:8.2f} tok/s, llama.cpp {pair.theirs:8.2f} tok/s, "
