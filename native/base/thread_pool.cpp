@@ -1,6 +1,7 @@
 #include "base/thread_pool.h"
 
 #include <algorithm>
+#include <chrono>
 
 #include "base/error.h"
 
@@ -11,14 +12,19 @@
 namespace headrace {
 namespace {
 
-constexpr uint64_t kFieldBits = 20;
-constexpr uint64_t kFieldMask = (uint64_t{1} << kFieldBits) - 1;
 // A layer's ops follow each other within tens of microseconds; longer spinning only takes the core
 // from others.
-constexpr int kSpins = 4000;
+constexpr std::chrono::microseconds kIdleSpin{100};
+// Inside a job nobody should be late by more than an item, a few microseconds.
+constexpr std::chrono::microseconds kWaitSpin{30};
 
-uint64_t next_task(uint64_t ticket) { return ticket & kFieldMask; }
-uint64_t task_count(uint64_t ticket) { return (ticket >> kFieldBits) & kFieldMask; }
+constexpr uint32_t kOpen = 1;
+constexpr uint32_t kOneJoined = 2;
+constexpr uint32_t kJoinedBits = 10;
+constexpr uint32_t kGenerationShift = 1 + kJoinedBits;
+
+uint32_t num_joined(uint32_t job) { return (job >> 1) & ((1u << kJoinedBits) - 1); }
+uint32_t generation(uint32_t job) { return job >> kGenerationShift; }
 
 void relax() {
 #if defined(__x86_64__) || defined(_M_X64)
@@ -28,75 +34,130 @@ void relax() {
 #endif
 }
 
+template <class Condition>
+bool spin_until(std::chrono::microseconds limit, Condition&& is_met) {
+  const auto end = std::chrono::steady_clock::now() + limit;
+  do {
+    for (int i = 0; i < 16; ++i) {
+      if (is_met()) return true;
+      relax();
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  return false;
+}
+
+uint64_t packed(int64_t begin, int64_t end) {
+  return static_cast<uint64_t>(end) << 32 | static_cast<uint64_t>(begin);
+}
+int64_t begin_of(uint64_t range) { return static_cast<int64_t>(range & UINT32_MAX); }
+int64_t end_of(uint64_t range) { return static_cast<int64_t>(range >> 32); }
+int64_t num_left(uint64_t range) { return end_of(range) - begin_of(range); }
+
 }  // namespace
 
-ThreadPool::ThreadPool(int32_t num_threads) {
+void wait_for_change(const std::atomic<uint32_t>& word, uint32_t seen) {
+  if (spin_until(kWaitSpin, [&] { return word.load() != seen; })) return;
+  word.wait(seen);
+}
+
+// Shares
+
+void Shares::deal(int64_t count) {
+  for (int64_t t = 0; t < num_threads_; ++t) {
+    parts_[t].range.store(packed(count * t / num_threads_, count * (t + 1) / num_threads_),
+                          std::memory_order_relaxed);
+  }
+}
+
+void Shares::deal_to(int32_t thread, int64_t count) {
+  for (int32_t t = 0; t < num_threads_; ++t) {
+    parts_[t].range.store(packed(0, t == thread ? count : 0), std::memory_order_relaxed);
+  }
+}
+
+int64_t Shares::take(int32_t thread) {
+  std::atomic<uint64_t>& own = parts_[thread].range;
+  uint64_t range = own.load();
+  while (num_left(range) > 0) {
+    if (own.compare_exchange_weak(range, range + 1)) return begin_of(range);
+  }
+  return steal(thread);
+}
+
+// No item is dealt twice, so a range that was seen once never comes back with other items behind
+// it, and an exchange that succeeds took what was seen.
+int64_t Shares::steal(int32_t thread) {
+  for (;;) {
+    int32_t richest = -1;
+    uint64_t range = 0;
+    for (int32_t t = 0; t < num_threads_; ++t) {
+      const uint64_t other = parts_[t].range.load();
+      if (num_left(other) > num_left(range)) {
+        richest = t;
+        range = other;
+      }
+    }
+    if (richest < 0) return -1;
+    const int64_t end = end_of(range);
+    const int64_t first = end - (num_left(range) + 1) / 2;
+    if (!parts_[richest].range.compare_exchange_strong(range, packed(begin_of(range), first))) {
+      continue;
+    }
+    parts_[thread].range.store(packed(first + 1, end));
+    return first;
+  }
+}
+
+// The pool
+
+ThreadPool::ThreadPool(int32_t num_threads)
+    : parts_(std::make_unique<Shares::Part[]>(num_threads)), shares_(parts_.get(), num_threads) {
   for (int32_t i = 1; i < num_threads; ++i) workers_.emplace_back([this] { work(); });
 }
 
 ThreadPool::~ThreadPool() {
   stopping_.store(true);
-  wake_.fetch_add(1);
-  wake_.notify_all();
+  job_.fetch_add(1u << kGenerationShift);
+  job_.notify_all();
   for (std::thread& worker : workers_) worker.join();
 }
 
-bool ThreadPool::run_one_task() {
-  uint64_t ticket = ticket_.load();
-  while (next_task(ticket) < task_count(ticket)) {
-    if (!ticket_.compare_exchange_weak(ticket, ticket + 1)) continue;
-    const int64_t begin = static_cast<int64_t>(next_task(ticket)) * chunk_;
-    const int64_t end = std::min(begin + chunk_, num_tasks_);
-    for (int64_t i = begin; i < end; ++i) function_(context_, i);
-    unfinished_.fetch_sub(1);
+void ThreadPool::open(Function function, void* context) {
+  if (workers_.empty()) return;
+  function_ = function;
+  context_ = context;
+  left_.store(0);
+  job_.store((generation(job_.load()) + 1) << kGenerationShift | kOpen);
+  job_.notify_all();
+}
+
+void ThreadPool::close() {
+  if (workers_.empty()) return;
+  const uint32_t joined = num_joined(job_.fetch_sub(kOpen));
+  for (uint32_t left; (left = left_.load()) != joined;) wait_for_change(left_, left);
+}
+
+// Takes part in the open job, unless it took part before; `last` is that job's generation.
+bool ThreadPool::join(uint32_t& last) {
+  uint32_t job = job_.load();
+  while ((job & kOpen) != 0 && generation(job) != last) {
+    if (!job_.compare_exchange_weak(job, job + kOneJoined)) continue;
+    last = generation(job);
+    function_(context_, static_cast<int32_t>(num_joined(job)) + 1);
+    left_.fetch_add(1);
+    left_.notify_all();
     return true;
   }
   return false;
 }
 
-void ThreadPool::run_erased(int64_t num_tasks, Function function, void* context) {
-  if (num_tasks <= 0) return;
-  if (workers_.empty() || num_tasks == 1) {
-    for (int64_t i = 0; i < num_tasks; ++i) function(context, i);
-    return;
-  }
-  const std::lock_guard<std::mutex> lock(callers_);
-  function_ = function;
-  context_ = context;
-  num_tasks_ = num_tasks;
-  chunk_ = num_tasks / static_cast<int64_t>(kFieldMask) + 1;
-  const uint64_t chunks = static_cast<uint64_t>((num_tasks + chunk_ - 1) / chunk_);
-  unfinished_.store(static_cast<int64_t>(chunks));
-  const uint64_t generation = (ticket_.load() >> (2 * kFieldBits)) + 1;
-  ticket_.store(generation << (2 * kFieldBits) | chunks << kFieldBits);
-  if (parked_.load() > 0) {
-    wake_.fetch_add(1);
-    wake_.notify_all();
-  }
-  while (run_one_task()) {
-  }
-  for (int spins = 0; unfinished_.load() > 0; ++spins) {
-    if (spins < kSpins) {
-      relax();
-    } else {
-      std::this_thread::yield();  // a worker lost its core: let it have ours
-    }
-  }
-}
-
 void ThreadPool::work() {
-  for (;;) {
-    for (int spins = 0; spins < kSpins; ++spins) {
-      if (run_one_task()) spins = 0;
-      relax();
-    }
-    const uint32_t seen = wake_.load();
-    parked_.fetch_add(1);
-    if (stopping_.load()) return;
-    // A job published before parked_ rose is seen here; one published after it notifies.
-    if (!run_one_task()) wake_.wait(seen);
-    parked_.fetch_sub(1);
-    if (stopping_.load()) return;
+  uint32_t last = 0;
+  while (!stopping_.load()) {
+    if (spin_until(kIdleSpin, [&] { return join(last) || stopping_.load(); })) continue;
+    // A job opened after `seen` was read changes the word, and opening notifies.
+    const uint32_t seen = job_.load();
+    if (!join(last) && !stopping_.load()) job_.wait(seen);
   }
 }
 

@@ -1,6 +1,6 @@
-// Threads that run the tasks of one kernel call. The caller takes part; workers spin for a moment
-// after each job, then park, so that a decoding loop pays no wake-up and an idle program no CPU.
-// A task computes its own outputs only, so neither the number of threads nor who takes which task
+// Threads that run one kernel call together. The caller takes part; workers spin for a moment after
+// each job, then park, so that a decoding loop pays no wake-up and an idle program no CPU. An item
+// of work writes its own outputs only, so neither the number of threads nor who takes which item
 // can change a bit of any result.
 #pragma once
 
@@ -14,6 +14,38 @@
 
 namespace headrace {
 
+// Returns once `word` is no longer `seen`. Spins first, because what a thread waits for inside a
+// job is microseconds away; then sleeps, so that a thread which lost its core can have this one: a
+// scheduler moves it to an idle core at once, but leaves it where it is while we spin or yield.
+// Whoever changes the word calls notify_all on it.
+void wait_for_change(const std::atomic<uint32_t>& word, uint32_t seen);
+
+// Items [0, count) dealt to threads. Each takes its own part from the front, so that weights stored
+// one after another are read as one stream and what was fetched ahead is used; a thread without
+// work takes half of what the richest other has left. All calls but `deal` may be concurrent.
+class Shares {
+ public:
+  static constexpr int64_t kMaxItems = INT32_MAX;
+
+  struct alignas(64) Part {
+    std::atomic<uint64_t> range{0};  // end:32 | begin:32
+  };
+
+  Shares() = default;
+  // parts: one per thread, which outlive this.
+  Shares(Part* parts, int32_t num_threads) : parts_(parts), num_threads_(num_threads) {}
+
+  void deal(int64_t count);                     // evenly
+  void deal_to(int32_t thread, int64_t count);  // all to one: the others help when they are idle
+  int64_t take(int32_t thread);                 // the next item, -1 if none is left
+
+ private:
+  int64_t steal(int32_t thread);
+
+  Part* parts_ = nullptr;
+  int32_t num_threads_ = 0;
+};
+
 class ThreadPool {
  public:
   explicit ThreadPool(int32_t num_threads);  // including the caller; at least 1
@@ -23,14 +55,32 @@ class ThreadPool {
 
   int32_t num_threads() const { return static_cast<int32_t>(workers_.size()) + 1; }
 
-  // Runs task(i) for every i in [0, num_tasks) and returns when all have finished. Tasks must not
-  // throw and must not call the pool. Calls from several threads take turns.
+  // One parallel region: runs body(0) on the caller and body(thread), 1 <= thread < num_threads, on
+  // every worker that comes before body(0) returns; returns when all of them have. Which workers
+  // come is not known: a body may wait for work that another took, never for another to come.
+  // Bodies must not throw and must not call the pool. Calls from several threads take turns.
+  template <class Body>
+  void together(Body&& body) {
+    const std::lock_guard<std::mutex> lock(callers_);
+    together_locked(body);
+  }
+
+  // Runs task(i) for every i in [0, num_tasks) and returns when all have finished.
   template <class Task>
   void run(int64_t num_tasks, Task&& task) {
-    using Plain = std::remove_reference_t<Task>;
-    run_erased(
-        num_tasks, [](void* context, int64_t i) { (*static_cast<Plain*>(context))(i); },
-        const_cast<std::remove_const_t<Plain>*>(&task));
+    if (workers_.empty() || num_tasks <= 1) {
+      for (int64_t i = 0; i < num_tasks; ++i) task(i);
+      return;
+    }
+    const std::lock_guard<std::mutex> lock(callers_);
+    const int64_t chunk = num_tasks / Shares::kMaxItems + 1;
+    shares_.deal((num_tasks + chunk - 1) / chunk);
+    together_locked([&](int32_t thread) {
+      for (int64_t item; (item = shares_.take(thread)) >= 0;) {
+        const int64_t end = item * chunk + chunk < num_tasks ? item * chunk + chunk : num_tasks;
+        for (int64_t i = item * chunk; i < end; ++i) task(i);
+      }
+    });
   }
 
   // Splits [0, count) into ranges of at least `grain` and runs task(begin, end) on each.
@@ -47,25 +97,32 @@ class ThreadPool {
   // Enough that a thread which lost its core for a moment does not hold up the rest for long.
   static constexpr int64_t kRangesPerThread = 4;
 
-  using Function = void (*)(void* context, int64_t index);
-  void run_erased(int64_t num_tasks, Function function, void* context);
-  bool run_one_task();
+  using Function = void (*)(void* context, int32_t thread);
+
+  template <class Body>
+  void together_locked(Body&& body) {
+    using Plain = std::remove_reference_t<Body>;
+    open([](void* context, int32_t thread) { (*static_cast<Plain*>(context))(thread); },
+         const_cast<std::remove_const_t<Plain>*>(&body));
+    body(0);
+    close();
+  }
+  void open(Function function, void* context);
+  void close();
   void work();
+  bool join(uint32_t& last);
 
-  // generation:24 | number of tasks:20 | next task:20. One word, so that a worker which slept
-  // through a whole job cannot take a task of the next one with the old one's function: its
-  // exchange fails.
-  std::atomic<uint64_t> ticket_{0};
-  std::atomic<int64_t> unfinished_{0};
-  Function function_ = nullptr;  // stable while any task of the job is unfinished
+  // generation:21 | workers that joined:10 | is open:1. A worker joins by exchanging the word it
+  // saw, and reads the job after that: so it is counted before it touches anything of the job.
+  std::atomic<uint32_t> job_{0};
+  std::atomic<uint32_t> left_{0};  // workers that joined and have finished
+  Function function_ = nullptr;
   void* context_ = nullptr;
-  int64_t chunk_ = 1;
-  int64_t num_tasks_ = 0;
 
-  std::atomic<uint32_t> wake_{0};
-  std::atomic<int32_t> parked_{0};
   std::atomic<bool> stopping_{false};
   std::mutex callers_;
+  std::unique_ptr<Shares::Part[]> parts_;
+  Shares shares_;  // of `run`, for the caller that holds the mutex
   std::vector<std::thread> workers_;
 };
 

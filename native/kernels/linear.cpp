@@ -1,9 +1,10 @@
 #include "kernels/linear.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <optional>
 #include <string>
-#include <vector>
 
 #include "base/error.h"
 
@@ -43,10 +44,10 @@ QuantisedRows QuantisedRows::of(ThreadPool& pool, const float* x, int32_t num_ro
   return rows;
 }
 
-void QuantisedRows::bind(LinearArgs& args) const {
-  args.codes = codes_.get();
-  args.scales = scales_.get();
-  args.sums = sums_.get();
+void QuantisedRows::bind(LinearArgs& args, int64_t first_row) const {
+  args.codes = codes_.get() + first_row * groups_ * group_;
+  args.scales = scales_.get() + first_row * groups_;
+  args.sums = sums_.get() + first_row * groups_;
 }
 
 LinearArgs block_args(const MatrixView& matrix, int64_t begin, int64_t end, float* out) {
@@ -64,64 +65,93 @@ LinearArgs block_args(const MatrixView& matrix, int64_t begin, int64_t end, floa
   return args;
 }
 
+int64_t blocks_per_item(const MatrixView& matrix, int32_t num_rows, int32_t num_threads) {
+  const int64_t blocks = matrix.num_blocks();
+  if (num_threads == 1) return blocks;
+  if (num_rows <= kFewRows) {
+    return std::clamp<int64_t>(kItemBytes / matrix.block_bytes(), 1, blocks);
+  }
+  return (blocks + num_threads * kItemsPerThread - 1) / (num_threads * kItemsPerThread);
+}
+
 namespace {
 
-// One matrix of a call and its part of the tasks.
+// One matrix of a call and its part of the items.
 struct Share {
   const MatrixView* matrix;
   const QuantisedRows* input;  // null for a floating format
   float* out;
-  int64_t first_task, num_ranges;
+  int64_t first_item, blocks;  // of each item, the last may have fewer
 };
 
-// A task should be worth a wake-up, about 32 KiB of weights, and a thread that loses its core
-// should not hold up the others for long: a few tasks per thread.
-int64_t ranges_of(const MatrixView& matrix, int32_t num_threads) {
-  if (num_threads == 1) return 1;
-  const int64_t worth = (matrix.nbytes() + 32767) / 32768;
-  const int64_t most = (matrix.num_blocks() + 3) / 4;  // float kernels take four blocks at once
-  return std::max<int64_t>(1, std::min({worth, most, int64_t{num_threads} * 4}));
-}
+class Linears {
+ public:
+  Linears(const float* x, int32_t num_rows, int32_t num_threads)
+      : x_(x), num_rows_(num_rows), num_threads_(num_threads) {}
+
+  void add(const MatrixView& matrix, const QuantisedRows* input, float* out) {
+    const int64_t blocks = blocks_per_item(matrix, num_rows_, num_threads_);
+    shares_[count_++] = {&matrix, input, out, num_items_, blocks};
+    num_items_ += (matrix.num_blocks() + blocks - 1) / blocks;
+  }
+
+  int64_t num_items() const { return num_items_; }
+
+  void compute(int64_t item) const {
+    int32_t i = count_ - 1;
+    while (shares_[i].first_item > item) --i;
+    const Share& share = shares_[i];
+    const int64_t begin = (item - share.first_item) * share.blocks;
+    const int64_t end = std::min(begin + share.blocks, share.matrix->num_blocks());
+    LinearArgs args = block_args(*share.matrix, begin, end, share.out);
+    args.x = x_;
+    args.num_rows = num_rows_;
+    if (share.input != nullptr) share.input->bind(args);
+    kernels().linear[static_cast<int>(share.matrix->format)](args);
+  }
+
+ private:
+  const float* x_;
+  int32_t num_rows_, num_threads_;
+  std::array<Share, kMaxLinears> shares_;
+  int32_t count_ = 0;
+  int64_t num_items_ = 0;
+};
+
+// The inputs of a call: one for each distinct group.
+class Inputs {
+ public:
+  const QuantisedRows* of(ThreadPool& pool, const float* x, int32_t num_rows,
+                          const MatrixView& matrix, const char* op) {
+    if (!is_quantised(matrix.format)) return nullptr;
+    for (std::optional<QuantisedRows>& known : known_) {
+      if (!known)
+        known.emplace(QuantisedRows::of(pool, x, num_rows, matrix.cols, matrix.group, op));
+      if (known->group() == matrix.group) return &*known;
+    }
+    return nullptr;  // not reached: there are as many places as matrices
+  }
+
+ private:
+  std::array<std::optional<QuantisedRows>, kMaxLinears> known_;
+};
 
 }  // namespace
 
 void linears(ThreadPool& pool, const float* x, int32_t num_rows,
              std::span<const MatrixView> matrices, std::span<float* const> out, const char* op) {
-  std::vector<QuantisedRows> inputs;  // one per distinct group
-  inputs.reserve(matrices.size());
-  std::vector<Share> shares;
-  int64_t num_tasks = 0;
+  if (matrices.size() > kMaxLinears) {
+    throw Error(ErrorKind::Shape, std::string(op) + ": more than " + std::to_string(kMaxLinears) +
+                                      " matrices in one call");
+  }
+  Inputs inputs;
+  Linears work(x, num_rows, pool.num_threads());
   for (size_t i = 0; i < matrices.size(); ++i) {
-    const MatrixView& matrix = matrices[i];
-    const QuantisedRows* input = nullptr;
-    if (is_quantised(matrix.format)) {
-      for (const QuantisedRows& known : inputs) {
-        if (known.group() == matrix.group) input = &known;
-      }
-      if (input == nullptr) {
-        input = &inputs.emplace_back(
-            QuantisedRows::of(pool, x, num_rows, matrix.cols, matrix.group, op));
-      }
-    }
-    shares.push_back({&matrix, input, out[i], num_tasks, ranges_of(matrix, pool.num_threads())});
-    num_tasks += shares.back().num_ranges;
+    work.add(matrices[i], inputs.of(pool, x, num_rows, matrices[i], op), out[i]);
   }
   // One job for all matrices: a wake-up and a wait each would cost a small model more than its
   // work.
-  const KernelTable& table = kernels();
-  pool.run(num_tasks, [&](int64_t task) {
-    size_t i = shares.size() - 1;
-    while (shares[i].first_task > task) --i;
-    const Share& share = shares[i];
-    const int64_t range = task - share.first_task;
-    const int64_t blocks = share.matrix->num_blocks();
-    LinearArgs args = block_args(*share.matrix, blocks * range / share.num_ranges,
-                                 blocks * (range + 1) / share.num_ranges, share.out);
-    args.x = x;
-    args.num_rows = num_rows;
-    if (share.input != nullptr) share.input->bind(args);
-    table.linear[static_cast<int>(share.matrix->format)](args);
-  });
+  pool.run(work.num_items(), [&](int64_t item) { work.compute(item); });
 }
 
 }  // namespace headrace

@@ -1,6 +1,7 @@
 // Products with packed matrices, threaded over blocks of outputs.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 
@@ -23,7 +24,8 @@ class QuantisedRows {
   bool quantise(const KernelTable& table, const float* x, int32_t row);
 
   int32_t group() const { return group_; }
-  void bind(LinearArgs& args) const;
+  // Makes `first_row` the row 0 of args.
+  void bind(LinearArgs& args, int64_t first_row = 0) const;
 
  private:
   int32_t cols_, group_, groups_;
@@ -35,8 +37,21 @@ class QuantisedRows {
 // The arguments for blocks [begin, end) of a matrix; inputs and rows are left to the caller.
 LinearArgs block_args(const MatrixView& matrix, int64_t begin, int64_t end, float* out);
 
-// x [T, cols] times every matrix: out[i] is [T, rows of matrix i]. The input is quantised once for
-// each distinct group. Throws Error(Numeric) as QuantisedRows::of.
+// Up to this many rows a product waits for memory, not for arithmetic.
+inline constexpr int32_t kFewRows = 4;
+// Of weights in an item of such a product: few, so that threads end together and one which lost its
+// core holds up little. Taken one after another from the front they are one stream all the same.
+inline constexpr int64_t kItemBytes = 32768;
+// Of larger products, which unpack weights or pack inputs once per item.
+inline constexpr int64_t kItemsPerThread = 4;
+
+// How many blocks of outputs make an item of work for threads.
+int64_t blocks_per_item(const MatrixView& matrix, int32_t num_rows, int32_t num_threads);
+
+inline constexpr size_t kMaxLinears = 8;
+
+// x [T, cols] times every matrix, at most kMaxLinears: out[i] is [T, rows of matrix i]. The input
+// is quantised once for each distinct group. Throws Error(Numeric) as QuantisedRows::of.
 void linears(ThreadPool& pool, const float* x, int32_t num_rows,
              std::span<const MatrixView> matrices, std::span<float* const> out, const char* op);
 

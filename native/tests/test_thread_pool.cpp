@@ -37,6 +37,70 @@ void test_ranges_cover(int32_t threads) {
   }
 }
 
+// Every item is taken once, whoever owns how many; a thread without a part lives on the others'.
+void test_shares(int32_t threads) {
+  std::vector<Shares::Part> parts(static_cast<size_t>(threads));
+  Shares shares(parts.data(), threads);
+  ThreadPool pool(threads);
+  for (int64_t count : {0, 1, 2, 5, 1000, 100'000}) {
+    for (int32_t owner = -1; owner < threads; ++owner) {
+      if (owner < 0) {
+        shares.deal(count);
+      } else {
+        shares.deal_to(owner, count);
+      }
+      std::vector<std::atomic<int8_t>> taken(static_cast<size_t>(count));
+      pool.together([&](int32_t thread) {
+        for (int64_t item; (item = shares.take(thread)) >= 0;) {
+          taken[static_cast<size_t>(item)].fetch_add(1);
+        }
+      });
+      for (const std::atomic<int8_t>& n : taken) check(n.load() == 1);
+    }
+  }
+}
+
+// Nobody steals from a thread that is alone: its items come in order.
+void test_own_share_is_in_order() {
+  std::vector<Shares::Part> parts(2);
+  Shares shares(parts.data(), 2);
+  shares.deal(10);
+  for (int64_t expected : {5, 6, 7, 8, 9, 2})
+    check(shares.take(1) == expected);  // then half of 0..4
+  for (int64_t expected : {0, 1}) check(shares.take(0) == expected);
+}
+
+// A region ends when everybody who came has left; each thread comes once and has its own number.
+void test_regions(int32_t threads) {
+  ThreadPool pool(threads);
+  for (int round = 0; round < 3000; ++round) {
+    std::vector<std::atomic<int8_t>> came(static_cast<size_t>(threads));
+    std::atomic<int32_t> inside{0};
+    pool.together([&](int32_t thread) {
+      inside.fetch_add(1);
+      came[static_cast<size_t>(thread)].fetch_add(1);
+      inside.fetch_sub(1);
+    });
+    check(inside.load() == 0);
+    check(came[0].load() == 1);
+    for (const std::atomic<int8_t>& n : came) check(n.load() <= 1);
+  }
+}
+
+// What one thread waits for and another brings, late enough for the waiter to fall asleep.
+void test_wait_for_change() {
+  std::atomic<uint32_t> word{7};
+  std::thread other([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    word.store(8);
+    word.notify_all();
+  });
+  wait_for_change(word, 7);
+  check(word.load() == 8);
+  wait_for_change(word, 7);  // already past
+  other.join();
+}
+
 // Short jobs back to back, so that workers come late to many of them.
 void test_many_short_jobs(int32_t threads) {
   ThreadPool pool(threads);
@@ -121,7 +185,11 @@ int main() {
     test_every_task_runs_once(threads);
     test_ranges_cover(threads);
     test_many_short_jobs(threads);
+    test_shares(threads);
+    test_regions(threads);
   }
+  test_own_share_is_in_order();
+  test_wait_for_change();
   test_several_callers();
   test_parked_workers_wake();
   test_number_of_threads();
