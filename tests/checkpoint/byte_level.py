@@ -1,8 +1,10 @@
-"""A byte-level tokenizer of a few tokens, as a checkpoint's files."""
+"""Tokenizers of a few tokens, byte-level and sentencepiece, as a checkpoint's files."""
 
 import json
 from pathlib import Path
 from typing import Any
+
+from headrace.checkpoint.gguf_sentencepiece import sentencepiece_rules
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 LETTERS = [chr(c) for c in range(0x21, 0x7F)]
@@ -48,3 +50,43 @@ def put_tokenizer(folder: Path, template: str | None = "{{ messages }}", **chang
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(**changes)))
     config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def sentencepiece_json(
+    merges: list[list[str]] | None = None, prefix: bool = True
+) -> dict[str, Any]:
+    """Ids 0..2 are special, then a byte each, letters, and what merges make."""
+    made = ["ab", "\u2581ab", "bab", "abab", "\u2581abab"]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{i:02X}>" for i in range(256)),
+        *"\u2581ab\u00e9",
+        *made,
+    ]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    if merges is None:
+        merges = [
+            [token[:at], token[at:]]
+            for token in made
+            for at in range(1, len(token))
+            if token[:at] in vocab and token[at:] in vocab
+        ]
+    parts = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    special = {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}
+    content = tokenizer_json(
+        **sentencepiece_rules(prefix),
+        pre_tokenizer=None,
+        post_processor={
+            "type": "TemplateProcessing", "single": parts, "pair": parts, "special_tokens": special
+        },
+    )  # fmt: skip
+    content["added_tokens"] = [
+        {**content["added_tokens"][i], "id": i, "content": pieces[i]} for i in range(3)
+    ]
+    content["model"] |= {
+        "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True, "vocab": vocab,
+        "merges": merges,
+    }  # fmt: skip
+    return content

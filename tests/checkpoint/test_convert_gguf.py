@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from byte_level import BYTE_LEVEL, TOKENS, put_tokenizer, tokenizer_json
+from byte_level import BYTE_LEVEL, TOKENS, put_tokenizer, sentencepiece_json, tokenizer_json
 from checkpoint_helpers import Shape, from_bf16, write_checkpoint, write_safetensors
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,8 +21,9 @@ from headrace import quant
 from headrace.checkpoint import GgufCheckpoint, open_checkpoint
 from headrace.checkpoint.gguf_blocks import TYPE_OF_FORMAT, blocks_of_packed, dequantize
 from headrace.checkpoint.gguf_header import GgufHeader, read_header
-from headrace.checkpoint.gguf_tokenizer import PRE_TOKENIZERS, vocabulary_metadata
+from headrace.checkpoint.gguf_tokenizer import PRE_TOKENIZERS
 from headrace.checkpoint.gguf_tokenizer import tokenizer_json as rebuild
+from headrace.checkpoint.gguf_vocabulary import vocabulary_metadata
 from headrace.convert import GgufRecipe, Recipe, convert, convert_to_gguf
 from headrace.convert.gguf_plan import make_gguf_plan
 from headrace.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -436,7 +437,7 @@ def test_a_token_before_and_after_a_text_is_stated() -> None:
 @pytest.mark.parametrize(
     ("changes", "model", "words"),
     [
-        ({}, {"byte_fallback": True}, "got BPE with byte_fallback"),
+        ({}, {"byte_fallback": True}, "prepends and replaces spaces by its normalizer"),
         ({}, {"type": "Unigram"}, "got Unigram"),
         ({"normalizer": {"type": "Lowercase"}}, {}, "normalizer Lowercase"),
         ({"pre_tokenizer": {"type": "Whitespace"}}, {}, "pre-tokenizer has no known name"),
@@ -451,6 +452,45 @@ def test_a_tokenizer_without_a_name_is_refused(
     definition["model"] |= model
     with pytest.raises(UnsupportedModelError, match=words):
         vocabulary_metadata(definition, len(TOKENS), Path("somewhere"))
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_merges_become_scores_and_come_back(prefix: bool) -> None:
+    definition = sentencepiece_json(prefix=prefix)
+    size = len(definition["model"]["vocab"])
+    metadata = vocabulary_metadata(definition, size + 1, Path("somewhere"))
+    assert metadata["tokenizer.ggml.model"] == "llama"
+    assert metadata["tokenizer.ggml.add_space_prefix"] is prefix
+    assert metadata["tokenizer.ggml.token_type"][:4] == [2, 3, 3, 6]
+    scores = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]))
+    assert scores["ab"] > scores["\u2581ab"] > scores["bab"] > scores["abab"]
+    core = Core.from_str(json.dumps(definition))
+    again = Core.from_str(rebuild(GgufHeader(Path("x"), 0, 0, metadata, {})))
+    for text in ("ab abab", " ababab  b\u00e9", "\u65e5<s>ab</s>", "babab\nab"):
+        assert again.encode(text).ids == core.encode(text).ids
+        assert again.decode(again.encode(text).ids) == core.decode(core.encode(text).ids)
+
+
+@pytest.mark.parametrize(
+    ("merges", "words"),
+    [
+        ([["a", "b"], ["\u2581", "ab"], ["b", "ab"], ["ab", "ab"], ["a", "bab"]], "never joined"),
+        ([["a", "bab"], ["a", "b"], ["b", "ab"], ["ab", "ab"]], "merges of 'abab' stand apart"),
+    ],
+)
+def test_merges_that_scores_cannot_say_are_refused(merges: list[list[str]], words: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        vocabulary_metadata(sentencepiece_json(merges), 400, Path("somewhere"))
+
+
+def test_a_space_rule_without_a_name_is_refused() -> None:
+    definition = sentencepiece_json()
+    cut = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first"}
+    with pytest.raises(UnsupportedModelError, match="pre-tokenizer Metaspace"):
+        vocabulary_metadata({**definition, "pre_tokenizer": cut}, 400, Path("somewhere"))
+    del definition["model"]["vocab"]["<0x80>"]
+    with pytest.raises(UnsupportedModelError, match="no token <0x80>"):
+        vocabulary_metadata(definition, 400, Path("somewhere"))
 
 
 def test_more_ids_than_rows_are_refused() -> None:

@@ -1,23 +1,33 @@
-"""Tokenizers across the border of GGUF: vocabulary and merges are in a file, the pre-tokenizer by
+"""Rebuilds a tokenizer from a GGUF file: vocabulary and merges are in it, the pre-tokenizer by
 name.
 
-One direction makes the text of a Hugging Face `tokenizer.json`, so that one tokenizer serves every
-kind of checkpoint; the other makes the metadata of a file. Byte-level BPE vocabularies (`gpt2`)
-only.
+The result is the text of a Hugging Face `tokenizer.json`, so that one tokenizer serves every kind
+of checkpoint. Byte-level BPE vocabularies (`gpt2`) and sentencepiece ones (`llama`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from enum import IntEnum
 from typing import Any
 
 from headrace.checkpoint.gguf_header import GgufHeader
+from headrace.checkpoint.gguf_sentencepiece import merges_of_scores, sentencepiece_rules
 from headrace.errors import CheckpointError, UnsupportedModelError
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+
+class TokenType(IntEnum):
+    """What an entry of `tokenizer.ggml.token_type` says."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
 
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 
@@ -84,15 +94,16 @@ def tokenizer_json(header: GgufHeader) -> str:
         UnsupportedModelError: another kind of vocabulary, or an unknown pre-tokenizer.
     """
     metadata = header.metadata
-    model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    if model != "gpt2" or not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    if kind != "llama" and (
+        kind != "gpt2" or not isinstance(pre, str) or pre not in PRE_TOKENIZERS
+    ):
         raise UnsupportedModelError(
-            f"GGUF tokenizer {model!r} with pre-tokenizer {pre!r} is not supported: {header.path}\n"
-            f"expected 'gpt2' with {', '.join(map(repr, PRE_TOKENIZERS))}"
+            f"GGUF tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported: {header.path}\n"
+            f"expected 'llama', or 'gpt2' with {', '.join(map(repr, PRE_TOKENIZERS))}"
         )
     tokens = _strings(header, "tokenizer.ggml.tokens")
-    merges = _strings(header, "tokenizer.ggml.merges")
-    types = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+    types = metadata.get("tokenizer.ggml.token_type", [TokenType.NORMAL] * len(tokens))
     if not isinstance(types, list) or len(types) != len(tokens):
         raise CheckpointError(
             f"GGUF vocabulary is inconsistent: {header.path}\n"
@@ -103,30 +114,73 @@ def tokenizer_json(header: GgufHeader) -> str:
         raise CheckpointError(
             f"GGUF vocabulary has {len(tokens) - len(vocab)} tokens twice: {header.path}"
         )
-    return json.dumps(
-        {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": _added_tokens(tokens, types),
-            "normalizer": {"type": "NFC"} if PRE_TOKENIZERS[pre].has_nfc else None,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[pre].steps},
-            "post_processor": _post_processor(header, tokens),
-            "decoder": {**_BYTE_LEVEL, "use_regex": True},
-            "model": {
-                "type": "BPE",
-                "dropout": None,
-                "unk_token": None,
-                "continuing_subword_prefix": None,
-                "end_of_word_suffix": None,
-                "fuse_unk": False,
-                "byte_fallback": False,
-                "ignore_merges": PRE_TOKENIZERS[pre].ignore_merges,
-                "vocab": vocab,
-                "merges": [_pair(header, merge, vocab) for merge in merges],
-            },
-        }
+    parts = (
+        _sentencepiece_parts(header, tokens, types)
+        if kind == "llama"
+        else _byte_level_parts(header, str(pre), vocab)
     )
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "vocab": vocab,
+        **parts.pop("model"),
+    }
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added_tokens(tokens, types),
+        "post_processor": _post_processor(header, tokens, adds_bos=kind == "llama"),
+        **parts,
+        "model": model,
+    }
+    return json.dumps(content)
+
+
+def _byte_level_parts(header: GgufHeader, pre: str, vocab: Mapping[str, int]) -> dict[str, Any]:
+    known = PRE_TOKENIZERS[pre]
+    merges = _strings(header, "tokenizer.ggml.merges")
+    return {
+        "normalizer": {"type": "NFC"} if known.has_nfc else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": known.steps},
+        "decoder": _WHOLE_BYTE_LEVEL,
+        "model": {
+            "unk_token": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": known.ignore_merges,
+            "merges": [_pair(header, merge, vocab) for merge in merges],
+        },
+    }
+
+
+def _sentencepiece_parts(header: GgufHeader, tokens: list[str], types: list[int]) -> dict[str, Any]:
+    scores = header.metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise CheckpointError(
+            f"GGUF vocabulary is inconsistent: {header.path}\n"
+            f"expected a score for each of {len(tokens)} tokens"
+        )
+    normal = {
+        token: float(score)
+        for token, score, kind in zip(tokens, scores, types, strict=True)
+        if kind == TokenType.NORMAL
+    }
+    unknown = [t for t, kind in zip(tokens, types, strict=True) if kind == TokenType.UNKNOWN]
+    has_prefix = bool(header.metadata.get("tokenizer.ggml.add_space_prefix", True))
+    return {
+        **sentencepiece_rules(has_prefix),
+        "pre_tokenizer": None,
+        "model": {
+            "unk_token": unknown[0] if unknown else None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "merges": merges_of_scores(normal),
+        },
+    }
 
 
 def tokenizer_config(header: GgufHeader) -> dict[str, Any]:
@@ -169,15 +223,15 @@ def _added_tokens(tokens: list[str], types: list[int]) -> list[dict[str, Any]]:
     """Control tokens are special; user-defined ones are matched first but shown as text."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
-        {"id": i, "content": token, **plain, "special": kind != _USER_DEFINED}
+        {"id": i, "content": token, **plain, "special": kind != TokenType.USER_DEFINED}
         for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        if kind in (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED)
     ]
 
 
-def _post_processor(header: GgufHeader, tokens: list[str]) -> dict[str, Any] | None:
-    """Put the beginning-of-text token before a plain prompt if the file asks for it."""
-    if not header.metadata.get("tokenizer.ggml.add_bos_token", False):
+def _post_processor(header: GgufHeader, tokens: list[str], adds_bos: bool) -> dict[str, Any] | None:
+    """Put the beginning-of-text token before a plain prompt if the file, or its silence, asks."""
+    if not header.metadata.get("tokenizer.ggml.add_bos_token", adds_bos):
         return None
     token_id = _token_id(header, "bos", len(tokens))
     bos = {"SpecialToken": {"id": tokens[token_id], "type_id": 0}}
@@ -198,149 +252,3 @@ def _pair(header: GgufHeader, merge: str, vocab: Mapping[str, int]) -> list[str]
             f"GGUF merge {merge[:80]!r} is not made of tokens of the vocabulary: {header.path}"
         )
     return [left, right]
-
-
-# The other direction
-
-
-def vocabulary_metadata(
-    tokenizer: Mapping[str, Any], vocab_size: int, where: Path
-) -> dict[str, Any]:
-    """State a `tokenizer.json` as the metadata of a GGUF file.
-
-    Args:
-        tokenizer: content of the file, which the `tokenizers` library has read without complaint.
-        vocab_size: rows of the embedding. Ids without a token become unused ones, `[PAD7]`.
-        where: the checkpoint, for messages.
-
-    Raises:
-        UnsupportedModelError: the vocabulary, or the way text is cut before it, has no name in GGUF
-            here; or the tokenizer has more ids than the embedding.
-    """
-    model = tokenizer["model"]
-    _require_byte_level(tokenizer, where)
-    pre = _pre_tokenizer_name(tokenizer, where)
-    added = {int(t["id"]): t for t in tokenizer.get("added_tokens") or ()}
-    texts = {**{i: text for text, i in model["vocab"].items()}}
-    texts |= {i: token["content"] for i, token in added.items()}
-    if max(texts) >= vocab_size:
-        raise UnsupportedModelError(
-            f"the tokenizer has more ids than the embedding has rows: {where}\n"
-            f"expected ids below {vocab_size}, got {max(texts)}"
-        )
-    types = [
-        _UNUSED if i not in texts else _NORMAL if i not in added else _added_type(added[i])
-        for i in range(vocab_size)
-    ]
-    first, last = _surrounding_tokens(tokenizer, where)
-    metadata: dict[str, Any] = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": [texts.get(i, f"[PAD{i}]") for i in range(vocab_size)],
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.merges": [_merge_text(merge) for merge in model["merges"]],
-        "tokenizer.ggml.add_bos_token": first is not None,
-        "tokenizer.ggml.add_eos_token": last is not None,
-    }
-    ids = {text: i for i, text in texts.items()}
-    if first is not None:
-        metadata["tokenizer.ggml.bos_token_id"] = ids[first]
-    if last is not None:
-        metadata["tokenizer.ggml.eos_token_id"] = ids[last]
-    return metadata
-
-
-def _added_type(token: Mapping[str, Any]) -> int:
-    return _CONTROL if token.get("special") else _USER_DEFINED
-
-
-def _merge_text(merge: str | Sequence[str]) -> str:
-    """`tokenizer.json` writes a merge as one text or as a pair."""
-    return merge if isinstance(merge, str) else " ".join(merge)
-
-
-def _require_byte_level(tokenizer: Mapping[str, Any], where: Path) -> None:
-    """Refuse a vocabulary that is not what GGUF calls `gpt2`."""
-    model = tokenizer["model"]
-    kind = model.get("type", "unknown")
-    strange = [
-        name
-        for name in ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix", "dropout")
-        if model.get(name)
-    ]
-    decoder = (tokenizer.get("decoder") or {}).get("type")
-    normalizer = (tokenizer.get("normalizer") or {}).get("type")
-    if kind == "BPE" and not strange and decoder == "ByteLevel" and normalizer in (None, "NFC"):
-        return
-    raise UnsupportedModelError(
-        f"tokenizer cannot be written to a GGUF file: {where}\n"
-        f"expected byte-level BPE without a normalizer other than NFC, got {kind}"
-        f"{' with ' + ', '.join(strange) if strange else ''}, decoder {decoder}, "
-        f"normalizer {normalizer}\n"
-        "hint: sentencepiece vocabularies (Llama 2, Mixtral) need llama.cpp's own converter"
-    )
-
-
-def _pre_tokenizer_name(tokenizer: Mapping[str, Any], where: Path) -> str:
-    """The name under which llama.cpp cuts text the same way."""
-    steps = list(_canonical_steps(tokenizer.get("pre_tokenizer")))
-    ignore_merges = bool(tokenizer["model"].get("ignore_merges"))
-    has_nfc = tokenizer.get("normalizer") is not None
-    names = [
-        name
-        for name, known in PRE_TOKENIZERS.items()
-        if [*_canonical_steps({"type": "Sequence", "pretokenizers": known.steps})] == steps
-        and known.ignore_merges == ignore_merges
-    ]
-    for name in names:
-        if PRE_TOKENIZERS[name].has_nfc == has_nfc:
-            return name
-    if names:
-        return names[0]  # llama.cpp does not normalise under any of these names
-    raise UnsupportedModelError(
-        f"pre-tokenizer has no known name in GGUF: {where}\n"
-        f"expected that of {', '.join(PRE_TOKENIZERS)}, "
-        f"got {steps}, ignore_merges {ignore_merges}"
-    )
-
-
-def _canonical_steps(pre_tokenizer: Mapping[str, Any] | None) -> Iterator[tuple[Any, ...]]:
-    """The steps of a pre-tokenizer without what does not change ids."""
-    if pre_tokenizer is None:
-        return
-    kind = pre_tokenizer["type"]
-    if kind == "Sequence":
-        for step in pre_tokenizer["pretokenizers"]:
-            yield from _canonical_steps(step)
-    elif kind == "ByteLevel":
-        use_regex = pre_tokenizer.get("use_regex", True)
-        yield kind, bool(pre_tokenizer.get("add_prefix_space", True)), bool(use_regex)
-    elif kind == "Split":
-        pattern = tuple(pre_tokenizer["pattern"].items())
-        yield kind, pattern, pre_tokenizer["behavior"], bool(pre_tokenizer.get("invert"))
-    else:
-        yield kind, *sorted((k, v) for k, v in pre_tokenizer.items() if k != "type")
-
-
-def _surrounding_tokens(tokenizer: Mapping[str, Any], where: Path) -> tuple[str | None, str | None]:
-    """The special tokens put before and after a plain text, if any."""
-    processor = tokenizer.get("post_processor") or {"type": "ByteLevel"}
-    for part in processor.get("processors", [processor]):
-        if part["type"] == "ByteLevel":
-            continue
-        single = part.get("single") if part["type"] == "TemplateProcessing" else None
-        names = [piece.get("SpecialToken", {}).get("id") for piece in single or ()]
-        if single is None or names.count(None) != 1 or len(names) > 3 or names.index(None) > 1:
-            raise UnsupportedModelError(
-                f"post-processor cannot be written to a GGUF file: {where}\n"
-                f"expected at most one token before a text and one after it, "
-                f"got {part['type']} {names}"
-            )
-        at = names.index(None)
-        if len(names) - at > 2:
-            raise UnsupportedModelError(
-                f"post-processor puts {len(names) - at - 1} tokens after a text: {where}\n"
-                "expected at most one: a GGUF file states no more"
-            )
-        return (names[0] if at else None), (names[-1] if at + 1 < len(names) else None)
-    return None, None

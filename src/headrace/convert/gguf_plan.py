@@ -23,7 +23,7 @@ from headrace.checkpoint.gguf_names import (
     ROPE_FACTORS,
     GgufArchitecture,
 )
-from headrace.checkpoint.gguf_tokenizer import vocabulary_metadata
+from headrace.checkpoint.gguf_vocabulary import vocabulary_metadata
 from headrace.checkpoint.gguf_writer import GgufLayout, GgufTensorPlan
 from headrace.checkpoint.records import FLOAT_FORMATS
 from headrace.errors import ConfigError, UnsupportedModelError
@@ -341,7 +341,7 @@ def _tokenizer_metadata(
         metadata.setdefault(f"tokenizer.ggml.{key}_token_id", token)
     if len(ends) > 3:
         notes.append(f"end tokens {ends[3:]} are not stated: the format has three places for them")
-    if tokenizer.definition.get("normalizer") is not None:
+    if (tokenizer.definition.get("normalizer") or {}).get("type") == "NFC":
         notes.append("llama.cpp does not bring text to NFC before it is cut; the tokenizer does")
     if tokenizer.chat_template is not None:
         metadata["tokenizer.chat_template"] = tokenizer.chat_template
