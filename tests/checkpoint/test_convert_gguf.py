@@ -462,7 +462,8 @@ def test_sentencepiece_merges_become_scores_and_come_back(prefix: bool) -> None:
     assert metadata["tokenizer.ggml.model"] == "llama"
     assert metadata["tokenizer.ggml.add_space_prefix"] is prefix
     assert metadata["tokenizer.ggml.token_type"][:4] == [2, 3, 3, 6]
-    scores = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]))
+    parts = (metadata[f"tokenizer.ggml.{key}"] for key in ("tokens", "scores"))
+    scores = dict(zip(*parts, strict=True))
     assert scores["ab"] > scores["\u2581ab"] > scores["bab"] > scores["abab"]
     core = Core.from_str(json.dumps(definition))
     again = Core.from_str(rebuild(GgufHeader(Path("x"), 0, 0, metadata, {})))
