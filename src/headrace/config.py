@@ -20,6 +20,10 @@ HISTORY_MODES = ("write", "read", "off")
 EMBEDDING_PLACES = ("auto", "resident", "drive")
 ISAS = ("auto", "scalar", "avx2", "avx512", "amx", "neon", "neon-i8mm")
 
+# How a drive is read that nobody measured.
+DEFAULT_READERS = 4
+DEFAULT_BLOCK_BYTES = 1 << 20
+
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {
     prefix + suffix: factor
@@ -80,11 +84,18 @@ def _is_unicode(text: str) -> bool:
 class ExpertConfig:
     """How experts are read and remembered; never changes a token."""
 
-    readers: int = field(default=4, metadata={"help": "threads that read from the drive"})
-    block_bytes: int = field(
-        default=1 << 20, metadata={"help": "largest single read", "unit": "bytes"}
+    readers: int | Auto = field(
+        default="auto",
+        metadata={"help": "threads that read from the drive; auto: as measured of the drive"},
     )
-    direct: bool = field(default=True, metadata={"help": "read past the page cache (O_DIRECT)"})
+    block_bytes: int | Auto = field(
+        default="auto",
+        metadata={"help": "largest single read; auto: as measured", "unit": "bytes"},
+    )
+    direct: bool | None = field(
+        default=None,
+        metadata={"help": "read past the page cache (O_DIRECT); as measured if not given"},
+    )
     read_ahead: int = field(default=16, metadata={"help": "records of a lease read ahead of use"})
     half_life_tokens: int = field(
         default=32, metadata={"help": "tokens after which a routed count weighs half"}
@@ -101,15 +112,34 @@ class ExpertConfig:
         metadata={"help": "the history file; default beside the model or in the cache"},
     )
 
+    @property
+    def num_readers(self) -> int:
+        """Threads that read; what works on most drives while nothing was measured."""
+        return DEFAULT_READERS if self.readers == "auto" else self.readers
+
+    @property
+    def largest_read_bytes(self) -> int:
+        """Bytes of a block."""
+        return DEFAULT_BLOCK_BYTES if self.block_bytes == "auto" else self.block_bytes
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether to ask for direct reads."""
+        return self.direct is not False
+
     def __post_init__(self) -> None:
         _require(
-            _is_count(self.readers, 1) and self.readers <= 256, "readers", "1..256", self.readers
-        )
+            self.readers == "auto" or (_is_count(self.readers, 1) and self.readers <= 256),
+            "readers", "auto or 1..256", self.readers,
+        )  # fmt: skip
         _require(
-            _is_count(self.block_bytes, 4096)
-            and self.block_bytes % 4096 == 0
-            and self.block_bytes <= 1 << 30,
-            "block_bytes", "a multiple of 4096 up to 1 GiB", self.block_bytes,
+            self.block_bytes == "auto"
+            or (
+                _is_count(self.block_bytes, 4096)
+                and self.block_bytes % 4096 == 0
+                and self.block_bytes <= 1 << 30
+            ),
+            "block_bytes", "auto or a multiple of 4096 up to 1 GiB", self.block_bytes,
         )  # fmt: skip
         _require(
             _is_count(self.read_ahead, 1) and self.read_ahead <= 1 << 20,
@@ -121,7 +151,10 @@ class ExpertConfig:
             self.half_life_tokens,
         )  # fmt: skip
         _require(self.history in HISTORY_MODES, "history", " | ".join(HISTORY_MODES), self.history)
-        _require(isinstance(self.direct, bool), "direct", "True or False", self.direct)
+        _require(
+            self.direct is None or isinstance(self.direct, bool),
+            "direct", "True, False or None", self.direct,
+        )  # fmt: skip
         _require(isinstance(self.verify, bool), "verify", "True or False", self.verify)
         _require(
             self.history_path is None or isinstance(self.history_path, Path),

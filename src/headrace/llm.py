@@ -33,6 +33,7 @@ from headrace.engine.sequence import State, TokenLogprob
 from headrace.errors import CheckpointError, ConfigError, RequestError
 from headrace.experts import ExpertStore, History
 from headrace.experts.history import default_path
+from headrace.experts.reading import observe_run, resolve_reading
 from headrace.inspect import open_model
 from headrace.metrics import Receipt, peak_memory_bytes, resident_bytes
 from headrace.models.registry import build_model
@@ -130,7 +131,12 @@ class LLM:
 
     def _load(self) -> None:
         history = open_history(self.path, self.checkpoint, self.config)
+        self._reading = resolve_reading(self.config.experts, self.checkpoint.records)
         plan = self._plan(resident_bytes(), history)  # refuses before anything large is read
+        if not plan.is_resident:
+            self._reading = resolve_reading(
+                self.config.experts, self.checkpoint.records, probe_bytes=plan.slots_bytes
+            )
         model = build_model(
             self.spec, self.checkpoint, embedding_resident=plan.embedding != "drive"
         )
@@ -156,7 +162,7 @@ class LLM:
     def _plan(
         self, held: int | None, history: History | None, first: MemoryPlan | None = None
     ) -> MemoryPlan:
-        config = self.config
+        config = make_engine_config(self.config, {"experts": self._reading.experts})
         if first is not None:  # the ceiling was decided, and the embedding is where it is
             place = "drive" if first.embedding == "drive" else "resident"
             config = make_engine_config(config, {"memory": first.ceiling_bytes, "embedding": place})
@@ -167,6 +173,7 @@ class LLM:
             num_threads=ops.num_threads(),
             interpreter_bytes=held,
             counts=None if history is None else history.counts,
+            reading=self._reading,
         )
 
     def _open_store(self, history: History | None) -> ExpertStore | None:
@@ -174,7 +181,7 @@ class LLM:
         if records is None:
             return None
         return ExpertStore(
-            records, num_slots=self.plan.num_slots, readers=self.config.experts, history=history
+            records, num_slots=self.plan.num_slots, readers=self._reading.experts, history=history
         )
 
     def _end_ids(self) -> frozenset[int]:
@@ -369,6 +376,9 @@ class LLM:
             peak_memory_bytes=peak_memory_bytes(),
             memory_ceiling_bytes=self.plan.ceiling_bytes,
             read_mode=self.store.stats().read_mode if self.store else "resident",
+            readers=self.plan.readers,
+            block_bytes=self.plan.block_bytes,
+            readers_from=self.plan.readers_from,
             num_slots=self.plan.num_slots,
             record_bytes=self.plan.record_bytes,
             seed=sequence.seed,
@@ -383,6 +393,12 @@ class LLM:
                 self._closed = True
                 if self.store is not None:
                     self.store.close()
+                    stats = self.store.stats()
+                    observe_run(
+                        self._reading,
+                        bytes_read=stats.bytes_read + stats.prefetch_bytes,
+                        busy_s=stats.drive_busy_ns / 1e9,
+                    )
 
     def __enter__(self) -> Self:
         return self
@@ -547,7 +563,11 @@ def plan_model(model: str | Path, config: EngineConfig) -> MemoryPlan:
     history = open_history(path, checkpoint, config)
     threads = ops.num_threads() if config.threads == "auto" else config.threads
     counts = None if history is None else history.counts
-    return plan_memory(spec, checkpoint, config, num_threads=threads, counts=counts)
+    reading = resolve_reading(config.experts, checkpoint.records)
+    config = make_engine_config(config, {"experts": reading.experts})
+    return plan_memory(
+        spec, checkpoint, config, num_threads=threads, counts=counts, reading=reading
+    )
 
 
 def plain_transcript(messages: Sequence[Message]) -> str:

@@ -45,6 +45,9 @@ class Receipt:
     peak_memory_bytes: int  # of the whole process, as the system reports it
     memory_ceiling_bytes: int
     read_mode: str  # direct | buffered | resident
+    readers: int  # threads that read
+    block_bytes: int  # largest single read
+    readers_from: str  # option | measured (at this start) | remembered (of the drive) | default
     num_slots: int
     record_bytes: int
     seed: int
@@ -72,7 +75,8 @@ class Receipt:
                 f"experts {self.expert_requests} asked, {100 * self.expert_hit_rate:.1f} % hit · "
                 f"read {format_bytes(self.bytes_read)} ({self.read_mode}), "
                 f"{format_bytes(self.bytes_read_per_token)}/token, "
-                f"{self.drive_bytes_per_s / 1e9:.2f} GB/s · stall {self.stall_s:.2f} s"
+                f"{self.drive_bytes_per_s / 1e9:.2f} GB/s by {self.readers} readers "
+                f"({self.readers_from}) · stall {self.stall_s:.2f} s"
             )
         lines.append(
             f"memory peak {format_bytes(self.peak_memory_bytes)} "

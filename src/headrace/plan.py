@@ -17,6 +17,7 @@ import numpy.typing as npt
 from headrace.checkpoint import Checkpoint
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, MemoryBudgetError
+from headrace.experts.reading import Reading
 from headrace.metrics import available_memory_bytes
 from headrace.models.registry import dense_names, embedding_name
 from headrace.models.spec import ModelSpec
@@ -152,6 +153,10 @@ class MemoryPlan:
     working_set_bytes: int
     cold_bytes_per_token: int
     expected_hit_rate: float | None  # of decoding, from the history; None without one
+    readers: int
+    block_bytes: int  # largest single read
+    readers_from: str  # option | measured | remembered | default
+    drive_bytes_per_s: float | None  # as measured with these readers; None if nobody has
     notes: tuple[str, ...]
 
     @property
@@ -191,6 +196,7 @@ def plan_memory(
     num_threads: int,
     interpreter_bytes: int | None = None,
     counts: npt.NDArray[np.float64] | None = None,
+    reading: Reading | None = None,
 ) -> MemoryPlan:
     """Measure a checkpoint's headers and divide the memory; see `make_plan`."""
     sizes = measure_sizes(spec, checkpoint, config.kv)
@@ -202,6 +208,7 @@ def plan_memory(
         num_threads=num_threads,
         interpreter_bytes=interpreter_bytes,
         counts=counts,
+        reading=reading,
     )
 
 
@@ -226,6 +233,7 @@ def make_plan(
     num_threads: int,
     interpreter_bytes: int | None = None,
     counts: npt.NDArray[np.float64] | None = None,
+    reading: Reading | None = None,
 ) -> MemoryPlan:
     """Divide `ceiling_bytes` among the parts of a model.
 
@@ -241,6 +249,7 @@ def make_plan(
         num_threads: computing threads.
         interpreter_bytes: what the process holds before any weight is loaded; None estimates it.
         counts: [Lm, E], how often a history says each record was wanted; None without one.
+        reading: where the readers in `config` come from, and what the drive gave them.
 
     Raises:
         MemoryBudgetError: the parts that must be there do not fit; the message is the sum.
@@ -296,6 +305,10 @@ def make_plan(
         working_set_bytes=sizes.working_set_records * sizes.record_bytes,
         cold_bytes_per_token=sizes.working_set_records * sizes.record_read_bytes,
         expected_hit_rate=_expected_hit_rate(sizes, num_slots, counts),
+        readers=config.experts.num_readers,
+        block_bytes=config.experts.largest_read_bytes,
+        readers_from="default" if reading is None else reading.source,
+        drive_bytes_per_s=None if reading is None else reading.drive_bytes_per_s,
         notes=_notes(sizes, num_slots),
     )
 
@@ -332,7 +345,7 @@ def _fixed_parts(
     """The parts that do not depend on the ceiling."""
     if interpreter_bytes is None:
         interpreter_bytes = INTERPRETER_BYTES + TOKENIZER_FACTOR * sizes.tokenizer_bytes
-    num_readers = config.experts.readers if sizes.num_records else 0
+    num_readers = config.experts.num_readers if sizes.num_records else 0
     return {
         "interpreter_bytes": interpreter_bytes,
         "dense_bytes": sizes.dense_bytes,

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import _core, disk_bench
+from headrace import _core, disk_bench, plan
 from headrace.cli.app import _run
 from headrace.disk_bench import measure_curve, open_target
 from headrace.drive import find_drive
 from headrace.errors import ConfigError
-from headrace.experts import probe
+from headrace.experts import probe, reading
 from headrace.experts.drive_cache import DriveCache, default_path
 from headrace.llm import resolve_model
 
@@ -232,3 +232,27 @@ def test_nothing_there(cli: Any, tmp_path: Path) -> None:
         open_target(tmp_path / "nowhere", None, 1, lambda *_: None, seed=0),
     ):
         pass
+
+
+def test_a_streaming_start_measures_and_the_receipt_says_so(
+    cli: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "LEAST_RECORDS_BYTES", 0)
+    monkeypatch.setattr(probe, "FIRST_BYTES", 1)
+    monkeypatch.setattr(probe, "ROUNDS", 1)
+    monkeypatch.setattr(probe, "WINDOW_S", 0.0)
+    options = ("-n", 4, "--temperature", 0, "--history", "off", "--json")
+    resident = json.loads(cli("run", tiny, "hello", "--memory", "4GiB", *options)[1])
+    assert resident["receipt"]["readers_from"] == "default" and not default_path().exists()
+    monkeypatch.setattr(plan.MemoryPlan, "is_resident", False)
+    first = json.loads(cli("run", tiny, "hello", "--memory", "4GiB", *options)[1])
+    second = json.loads(cli("run", tiny, "hello", "--memory", "4GiB", *options)[1])
+    assert first["receipt"]["readers_from"] == "measured"
+    assert second["receipt"]["readers_from"] == "remembered"
+    assert first["ids"] == second["ids"] == resident["ids"]
+    shown = json.loads(cli("plan", tiny, "--memory", "4GiB", "--json")[1])
+    assert shown["readers_from"] == "remembered" and shown["drive_bytes_per_s"] > 0
+    assert shown["readers"] == second["receipt"]["readers"]
+    told = cli("run", tiny, "hello", "--readers", 3, "--memory", "4GiB", *options)[1]
+    assert json.loads(told)["receipt"]["readers_from"] == "option"
+    assert json.loads(told)["receipt"]["readers"] == 3

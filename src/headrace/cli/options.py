@@ -106,7 +106,7 @@ def _annotation(config: type, item: Field[Any], kind: Any) -> Any:
     elif item.default == "auto" and kind is not str:
         extra |= {"parser": _count_or_auto, "metavar": "INTEGER"}
         kind = Any
-    elif kind is bool:
+    elif kind in (bool, bool | None):
         flags = [f"{name}/--no-{name[2:]}"]
     elif typing.get_origin(kind) is tuple:
         kind = list[typing.get_args(kind)[0]] | None  # type: ignore[misc]

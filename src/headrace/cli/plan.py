@@ -23,7 +23,7 @@ def command(
             parser=_rate,
             metavar="RATE",
             help="the drive's bandwidth, such as 2.4GB/s",
-            show_default=False,
+            show_default="as measured",
         ),
     ] = None,
     as_json: Json = False,
@@ -38,10 +38,10 @@ def command(
     if not as_json:
         print_plan(made, model, drive_bytes_per_s)
         return
-    speed = None
-    if drive_bytes_per_s is not None:
-        speed = made.tokens_per_s(drive_bytes_per_s, made.expected_hit_rate or 0.0)
-    report = {"model": model, **made.as_dict(), "drive_bytes_per_s": drive_bytes_per_s}
+    drive, speed = drive_bytes_per_s or made.drive_bytes_per_s, None
+    if drive is not None:
+        speed = made.tokens_per_s(drive, made.expected_hit_rate or 0.0)
+    report = {"model": model, **made.as_dict(), "drive_bytes_per_s": drive}
     print(json.dumps({**report, "predicted_tokens_per_s": speed}, ensure_ascii=False))
 
 

@@ -70,7 +70,11 @@ def describe(llm: "LLM", name: str) -> str:
             f"{spec.num_experts} experts, {spec.num_experts_per_tok} per token, "
             f"{layout.gate.format}",
             f"slots for {plan.num_slots} of {plan.num_records}, "
-            + ("resident" if plan.is_resident else f"{llm.store.stats().read_mode} reads"),
+            + (
+                "resident"
+                if plan.is_resident
+                else f"{llm.store.stats().read_mode} reads by {plan.readers} ({plan.readers_from})"
+            ),
         ]
     parts.append(f"memory {format_bytes(plan.ceiling_bytes)}")
     return " · ".join(parts)
@@ -114,15 +118,25 @@ def _plan_lines(plan: "MemoryPlan", drive_bytes_per_s: float | None) -> list[str
         if not plan.is_resident
         else "expected hit rate: 100 % once read"
     )
-    lines.append(_speed_line(plan, drive_bytes_per_s))
+    lines.append(_reading_line(plan))
+    lines.append(_speed_line(plan, drive_bytes_per_s or plan.drive_bytes_per_s))
     return lines
+
+
+def _reading_line(plan: "MemoryPlan") -> str:
+    speed = plan.drive_bytes_per_s
+    measured = "" if speed is None else f", which gave {speed / 1e9:.2f} GB/s"
+    return (
+        f"readers: {plan.readers}, largest read {format_bytes(plan.block_bytes)} "
+        f"({plan.readers_from}{measured})"
+    )
 
 
 def _speed_line(plan: "MemoryPlan", drive_bytes_per_s: float | None) -> str:
     if plan.is_resident:
         return "predicted speed: not bound by the drive"
     if drive_bytes_per_s is None:
-        return "predicted speed: drive not measured (give `--drive-bytes-per-s`)"
+        return "predicted speed: drive not measured (a run measures it, or `headrace bench disk`)"
     hit_rate = plan.expected_hit_rate or 0.0
     speed = plan.tokens_per_s(drive_bytes_per_s, hit_rate)
     assert speed is not None, "a plan that is not resident misses"

@@ -130,10 +130,10 @@ class ExpertStore:
             else None,
             in_place=table.repack is not None,
             num_slots=min(num_slots, max(num_records, FLOOR_SLOTS)),
-            num_readers=readers.readers,
-            block_bytes=readers.block_bytes,
+            num_readers=readers.num_readers,
+            block_bytes=readers.largest_read_bytes,
             read_ahead=readers.read_ahead,
-            direct=readers.direct,
+            direct=readers.is_direct,
             half_life_tokens=float(readers.half_life_tokens),
         )
         if history is not None and history.num_tokens > 0:
