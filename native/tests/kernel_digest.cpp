@@ -106,25 +106,34 @@ void add_linear(Cases& cases) {
     }
   }
   cases.push_back({"linear mxfp4/32 with the least scales", [](ThreadPool& pool, Digest& digest) {
-                     run_linear(pool, digest, {Format::MXFP4, 32}, {20, 70, 0x1p-124f});
+                     for (const float factor : {0x1p-124f, 0x1p-123f, 0x1p-122f}) {
+                       run_linear(pool, digest, {Format::MXFP4, 32}, {20, 70, factor});
+                     }
                    }});
+}
+
+void add_quantised(Digest& digest, const std::vector<float>& x, int32_t group) {
+  const auto cols = static_cast<int32_t>(x.size());
+  const size_t groups = static_cast<size_t>(num_groups(cols, group));
+  std::vector<int8_t> codes(groups * static_cast<size_t>(group));
+  std::vector<float> scales(groups);
+  std::vector<int32_t> sums(groups);
+  digest.add(int32_t{
+      kernels().quantise_row(x.data(), cols, group, codes.data(), scales.data(), sums.data())});
+  digest.add(codes);
+  digest.add(scales);
+  digest.add(sums);
 }
 
 void run_quantise_row(ThreadPool&, Digest& digest) {
   Random random(8);
-  for (const int32_t cols : {1, 31, 32, 33, 64, 97, 515}) {
-    for (const int32_t group : {32, 64}) {
+  std::vector<float> ties = {127.0f};  // the largest of a group, so that its scale is 1
+  for (float x = -12.5f; x < 13.0f; x += 1.0f) ties.push_back(x);
+  for (const int32_t group : {32, 64}) {
+    add_quantised(digest, ties, group);
+    for (const int32_t cols : {1, 31, 32, 33, 64, 97, 515}) {
       for (const float factor : {0.0f, 1e-41f, 1.5e-36f, 1.0f, 3e38f}) {
-        const std::vector<float> x = scaled(random.floats(cols), factor);
-        const size_t groups = static_cast<size_t>(num_groups(cols, group));
-        std::vector<int8_t> codes(groups * static_cast<size_t>(group));
-        std::vector<float> scales(groups);
-        std::vector<int32_t> sums(groups);
-        digest.add(int32_t{kernels().quantise_row(x.data(), cols, group, codes.data(),
-                                                  scales.data(), sums.data())});
-        digest.add(codes);
-        digest.add(scales);
-        digest.add(sums);
+        add_quantised(digest, scaled(random.floats(cols), factor), group);
       }
     }
   }
