@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -172,7 +172,7 @@ def verify(path: Path, progress: Callable[[str, int, int], None] = lambda *_: No
         CheckpointError: the checkpoint cannot be opened; damage to data is reported, not raised.
     """
     _, checkpoint = open_model(path)
-    checks: list[_Range | _Load | _Whole | _Frame]
+    checks: list[_Check]
     if isinstance(checkpoint, ContainerCheckpoint):
         checks = [
             *_container_ranges(checkpoint),
@@ -183,6 +183,26 @@ def verify(path: Path, progress: Callable[[str, int, int], None] = lambda *_: No
         checks = [_Range(e, e.nbytes, None) for e in checkpoint.entries.values()]
     else:
         checks = [_Load(checkpoint, name) for name in checkpoint.tensors]
+    return _run(checks, checkpoint, progress)
+
+
+def verify_headers(path: Path) -> VerifyReport:
+    """Read what describes the weights, not the weights: every header, length and small file.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be opened, which reads the headers of other kinds.
+    """
+    _, checkpoint = open_model(path)
+    checks: list[_Check] = []
+    if isinstance(checkpoint, ContainerCheckpoint):
+        checks = [*_container_frames(checkpoint), *_container_files(checkpoint)]
+    return _run(checks, checkpoint, lambda *_: None)
+
+
+def _run(
+    checks: "list[_Check]", checkpoint: Checkpoint, progress: Callable[[str, int, int], None]
+) -> VerifyReport:
+    """Make every check, in the order of the drive."""
     checks.sort(key=lambda c: (c.entry.path, c.entry.offset))
     total, done = sum(c.nbytes for c in checks), 0
     damaged = []
@@ -333,6 +353,9 @@ class _Load:
             self.checkpoint.load_matrix(self.name)
         else:
             self.checkpoint.load_vector(self.name)
+
+
+_Check: TypeAlias = _Range | _Load | _Whole | _Frame
 
 
 def _container_files(checkpoint: ContainerCheckpoint) -> Iterator[_Whole]:

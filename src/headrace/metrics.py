@@ -122,11 +122,19 @@ def _status_bytes(key: str) -> int | None:
     return None
 
 
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A cgroup's limit on memory; page cache that the kernel would drop first is not used."""
+
+    group: str  # its folder
+    limit_bytes: int
+    used_bytes: int
+
+
 def available_memory_bytes(root: Path = Path("/")) -> int | None:
     """Return what this process may still take: the least of MemAvailable and each cgroup's rest.
 
-    Every cgroup from this process's own up to the root counts, v1 and v2; page cache that the
-    kernel would drop first (inactive_file) does not count as used.
+    Every cgroup from this process's own up to the root counts, v1 and v2.
 
     Args:
         root: where `proc` and `sys` are found; tests pass a directory of fake files.
@@ -134,7 +142,7 @@ def available_memory_bytes(root: Path = Path("/")) -> int | None:
     Returns:
         Bytes, or None where neither source exists.
     """
-    rests = list(_cgroup_rests(root))
+    rests = [limit.limit_bytes - limit.used_bytes for limit in memory_limits(root)]
     meminfo = _read_text(root / "proc/meminfo")
     for line in (meminfo or "").splitlines():
         kib = _number(line.removeprefix("MemAvailable:").removesuffix("kB"))
@@ -143,9 +151,10 @@ def available_memory_bytes(root: Path = Path("/")) -> int | None:
     return max(0, min(rests)) if rests else None
 
 
-def _cgroup_rests(root: Path) -> list[int]:
+def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
+    """Return the limit of each cgroup that has one, from this process's own up to the root."""
     text = _read_text(root / "proc/self/cgroup")
-    rests = []
+    limits = []
     names: tuple[tuple[str, ...], str, str]
     for line in (text or "").splitlines():
         if line.count(":") < 2:
@@ -160,19 +169,19 @@ def _cgroup_rests(root: Path) -> list[int]:
         else:
             continue
         for mount in mounts:
-            rests += _walk_up(mount, path, names)
-    return rests
+            limits += _walk_up(mount, path, names)
+    return limits
 
 
-def _walk_up(mount: Path, path: str, names: tuple[tuple[str, ...], str, str]) -> list[int]:
-    """Collect limit - usage of each group from `path` up to the mount.
+def _walk_up(mount: Path, path: str, names: tuple[tuple[str, ...], str, str]) -> list[MemoryLimit]:
+    """Collect the limit of each group from `path` up to the mount.
 
     Above `memory.high` a group is slowed down rather than stopped; that is no place to be either.
 
     Inside a container the path may be the host's and not exist here: what exists still counts.
     """
     parts = [part for part in path.split("/") if part and part != ".."]
-    rests = []
+    found = []
     for depth in range(len(parts), -1, -1):
         group = mount.joinpath(*parts[:depth])
         limits = [_number(_read_text(group / name)) for name in names[0]]  # `max` is no number
@@ -185,8 +194,8 @@ def _walk_up(mount: Path, path: str, names: tuple[tuple[str, ...], str, str]) ->
             key, _, value = line.partition(" ")
             if key == names[2]:
                 droppable = _number(value) or 0
-        rests.append(min(numbers) - max(0, usage - droppable))
-    return rests
+        found.append(MemoryLimit(str(group), min(numbers), max(0, usage - droppable)))
+    return found
 
 
 def _number(text: str | None) -> int | None:

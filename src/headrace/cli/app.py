@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli import bench, chat, convert, inspect, plan, run, synth
+from headrace.cli import bench, chat, convert, doctor, inspect, plan, run, synth
 from headrace.errors import EngineError
 
 # Typer carries click along under changing names; its public BadParameter leads to the classes.
@@ -40,7 +40,7 @@ def _main(
         raise typer.Exit
 
 
-for _module in (run, chat, plan, convert, inspect, synth):
+for _module in (run, chat, plan, convert, inspect, synth, doctor):
     app.command()(_module.command)
 app.add_typer(bench.app, name="bench")
 
