@@ -1,5 +1,6 @@
 """From a checkpoint to a GGUF file: every value, every name, and what is refused."""
 
+import errno
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Core
 
 from headrace import quant
-from headrace.checkpoint import GgufCheckpoint, open_checkpoint
+from headrace.checkpoint import GgufCheckpoint, gguf_writer, open_checkpoint
 from headrace.checkpoint.gguf_blocks import TYPE_OF_FORMAT, blocks_of_packed, dequantize
 from headrace.checkpoint.gguf_header import GgufHeader, read_header
 from headrace.checkpoint.gguf_tokenizer import PRE_TOKENIZERS
@@ -99,6 +100,15 @@ def test_a_source_is_kept_as_it_is(tmp_path: Path) -> None:
         assert header.tensors[name].type.name == type
         np.testing.assert_array_equal(values_of(header, name), from_bf16(tensors[own]))
     assert len(header.tensors) == 3 + SHAPE.layers * 12
+
+
+def test_half_precision_stays_what_it_is(tmp_path: Path) -> None:
+    tensors = make_source(tmp_path / "hf", dtype="f16")
+    header = write(tmp_path / "hf", tmp_path / "out.gguf")
+    assert header.metadata["general.file_type"] == 1
+    assert header.tensors["blk.0.ffn_up_exps.weight"].type.name == "F16"
+    expected = tensors["model.layers.0.mlp.experts.1.up_proj.weight"].astype(np.float32)
+    np.testing.assert_array_equal(values_of(header, "blk.0.ffn_up_exps.weight")[1], expected)
 
 
 def test_metadata_states_the_model(tmp_path: Path) -> None:
@@ -310,6 +320,25 @@ def test_space_is_looked_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "out.gguf.tmp").write_bytes(b"left by a run that was killed")
     report = convert_to_gguf(tmp_path / "hf", tmp_path / "out.gguf", KEPT)
     assert report.total_bytes == size == (tmp_path / "out.gguf").stat().st_size
+
+
+@pytest.mark.parametrize("after", [0, 1, 20])
+def test_a_full_drive_is_named_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    make_source(tmp_path / "hf")
+    original, left = gguf_writer.write_all, [after]
+
+    def fail(file: Any, data: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(file, data)
+
+    monkeypatch.setattr(gguf_writer, "write_all", fail)
+    with pytest.raises(CheckpointError, match=r"no space left for .*out\.gguf"):
+        convert_to_gguf(tmp_path / "hf", tmp_path / "out.gguf", KEPT)
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
 SCRIPT = """
