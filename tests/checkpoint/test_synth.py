@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from headrace import ops
 from headrace.checkpoint import Checkpoint, open_checkpoint
+from headrace.config import ExpertConfig
 from headrace.convert import Recipe, convert
 from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.experts import ExpertStore
@@ -157,10 +158,6 @@ def test_any_id_decodes_and_text_encodes_to_bytes(tiny: Path) -> None:
 def test_routing_is_skewed_and_sticky_and_text_does_not_collapse(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Readers:
-        readers, block_bytes, direct = 2, 1 << 20, True
-        read_ahead, half_life_tokens, verify = 16, 2000, True
-
     spec, checkpoint = open_model(tiny)
     model = build_model(spec, checkpoint)
     original, chosen = ops.router_topk, defaultdict(list)
@@ -175,7 +172,7 @@ def test_routing_is_skewed_and_sticky_and_text_does_not_collapse(
     monkeypatch.setattr(ops, "router_topk", spy)
     prompt = np.random.default_rng(0).integers(32, 127, 96, np.int32)
     assert checkpoint.records is not None
-    store = ExpertStore(checkpoint.records, num_slots=96, readers=Readers())
+    store = ExpertStore(checkpoint.records, num_slots=96, readers=ExpertConfig(readers=2))
     kv = model.make_state(4, "f16")
     rows = StepRows.for_sequence(0, len(prompt), range(4))
     logits = model(prompt, rows, kv, store, np.array([len(prompt) - 1], np.int32))
