@@ -5,25 +5,14 @@
 #include <cstdint>
 
 #include "kernels/kernel_table.h"
+#include "kernels/linear_rows.h"
+#include "kernels/unroll.h"
 
 namespace headrace::HEADRACE_ISA {
 
 // Two KiB ahead, tier 0: worth 15-20 % of read bandwidth per core where tried; far or non-temporal
 // prefetches lost.
 inline constexpr int64_t kPrefetchBytes = 2048;
-
-inline int32_t in_row(const LinearArgs& a, int32_t r) { return a.in_rows ? a.in_rows[r] : r; }
-inline int32_t out_row(const LinearArgs& a, int32_t r) { return a.out_rows ? a.out_rows[r] : r; }
-
-inline void store_outputs(const LinearArgs& a, int32_t block, int32_t row, Floats acc) {
-  float* out = a.out + out_row(a, row) * a.out_stride + int64_t{block} * kBlockOutputs;
-  const int32_t left = a.num_outputs - block * kBlockOutputs;
-  if (left >= kBlockOutputs) {
-    store(out, acc);
-  } else {
-    store_part(out, acc, left);
-  }
-}
 
 struct Q8 {
   static constexpr int kOffset = kQ8Offset;
@@ -58,74 +47,62 @@ void quantised_tile(const LinearArgs& a, int32_t block, int32_t row) {
   const float* sx[R];
   const int32_t* sums[R];
   Floats acc[R];
-  for (int r = 0; r < R; ++r) {
+  unroll<R>([&](auto r) {
     const int64_t from = in_row(a, row + r);
     x[r] = a.codes + from * a.num_groups * group;
     sx[r] = a.scales + from * a.num_groups;
     sums[r] = a.sums + from * a.num_groups;
     acc[r] = splat(0.0f);
-  }
+  });
   const unsigned char* p =
       reinterpret_cast<const unsigned char*>(a.weights) + int64_t{block} * a.block_bytes;
   constexpr int kVectors = group / 4 / F::kCodesPerByte;
   for (int32_t g = 0; g < a.num_groups; ++g) {
     Ints dot[R];
-    for (int r = 0; r < R; ++r) dot[r] = splat_int(-F::kOffset * sums[r][g]);
+    unroll<R>([&](auto r) { dot[r] = splat_int(-F::kOffset * sums[r][g]); });
     for (int j = 0; j < kVectors; ++j) {
       prefetch(p + j * 64 + kPrefetchBytes);
       const Bytes packed = load_bytes(p + j * 64);
       if constexpr (F::kCodesPerByte == 1) {
         const Bytes w = F::weights(packed);
-        for (int r = 0; r < R; ++r) dot[r] = F::dot(dot[r], w, x[r] + j * 4);
+        unroll<R>([&](auto r) { dot[r] = F::dot(dot[r], w, x[r] + j * 4); });
       } else {
         const Bytes low = F::weights(low_nibbles(packed));
         const Bytes high = F::weights(high_nibbles(packed));
-        for (int r = 0; r < R; ++r) {
-          dot[r] = F::dot(dot[r], low, x[r] + j * 8);
-          dot[r] = F::dot(dot[r], high, x[r] + j * 8 + 4);
-        }
+        unroll<R>([&](auto r) { dot[r] = F::dot(dot[r], low, x[r] + j * 8); });
+        unroll<R>([&](auto r) { dot[r] = F::dot(dot[r], high, x[r] + j * 8 + 4); });
       }
     }
     const Floats sw = F::scales(p + kVectors * 64);
-    for (int r = 0; r < R; ++r) {
+    unroll<R>([&](auto r) {
       acc[r] = fma(to_float(dot[r]), mul(splat(sx[r][g]), sw), acc[r]);
       x[r] += group;
-    }
+    });
     p += kVectors * 64 + F::kScaleBytes;
   }
-  for (int r = 0; r < R; ++r) store_outputs(a, block, row + r, acc[r]);
+  unroll<R>([&](auto r) { store_outputs(a, block, row + r, acc[r]); });
+}
+
+// The last rows of a call, at most R.
+template <class F, int group, int R>
+void quantised_rest(const LinearArgs& a, int32_t block, int32_t row) {
+  if constexpr (R > 0) {
+    if (a.num_rows - row == R) {
+      quantised_tile<F, group, R>(a, block, row);
+    } else {
+      quantised_rest<F, group, R - 1>(a, block, row);
+    }
+  }
 }
 
 template <class F, int group>
 void quantised_blocks(const LinearArgs& a) {
   for (int32_t block = 0; block < a.num_blocks; ++block) {
     int32_t row = 0;
-    for (; row + 8 <= a.num_rows; row += 8) quantised_tile<F, group, 8>(a, block, row);
-    switch (a.num_rows - row) {
-      case 7:
-        quantised_tile<F, group, 7>(a, block, row);
-        break;
-      case 6:
-        quantised_tile<F, group, 6>(a, block, row);
-        break;
-      case 5:
-        quantised_tile<F, group, 5>(a, block, row);
-        break;
-      case 4:
-        quantised_tile<F, group, 4>(a, block, row);
-        break;
-      case 3:
-        quantised_tile<F, group, 3>(a, block, row);
-        break;
-      case 2:
-        quantised_tile<F, group, 2>(a, block, row);
-        break;
-      case 1:
-        quantised_tile<F, group, 1>(a, block, row);
-        break;
-      default:
-        break;
+    for (; row + kTileRowsMost <= a.num_rows; row += kTileRowsMost) {
+      quantised_tile<F, group, kTileRowsMost>(a, block, row);
     }
+    quantised_rest<F, group, kTileRowsMost - 1>(a, block, row);
   }
 }
 

@@ -103,6 +103,9 @@ inline Bytes high_nibbles(Bytes x) {
   return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
 }
 
+// Rows of a tile of products: eight of the sixteen registers are their dots of one group.
+inline constexpr int kTileRowsMost = 4;
+
 inline constexpr int kQ8Offset = 0;
 inline Bytes q8_weights(Bytes codes) { return codes; }
 

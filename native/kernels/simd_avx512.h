@@ -72,6 +72,10 @@ inline Bytes high_nibbles(Bytes a) {
   return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))};
 }
 
+// Rows of a tile of products: their sums and their dots of one group, beside two vectors of
+// weights.
+inline constexpr int kTileRowsMost = 8;
+
 // vpdpbusd takes unsigned weights: q8 codes get 128 added by flipping their top bit.
 inline constexpr int kQ8Offset = 128;
 inline Bytes q8_weights(Bytes codes) {

@@ -165,6 +165,9 @@ inline Bytes high_nibbles(Bytes x) {
       [](int8x16_t u) { return vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(u), 4)); }, x);
 }
 
+// Rows of a tile of products: their dots of one group take half the registers.
+inline constexpr int kTileRowsMost = 4;
+
 // SDOT multiplies signed by signed, so no format needs an offset but q4, whose nibbles hold one.
 inline constexpr int kQ8Offset = 0;
 inline Bytes q8_weights(Bytes codes) { return codes; }

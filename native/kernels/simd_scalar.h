@@ -164,6 +164,9 @@ inline Bytes high_nibbles(Bytes a) {
   return a;
 }
 
+// Rows of a tile of products.
+inline constexpr int kTileRowsMost = 8;
+
 inline constexpr int kQ8Offset = 0;
 inline Bytes q8_weights(Bytes codes) { return codes; }
 
