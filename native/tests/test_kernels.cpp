@@ -51,10 +51,84 @@ void test_linear(ThreadPool& pool) {
   for (Kind kind : kKinds) {
     for (auto [rows, cols] : {std::pair{1, 1}, {16, 64}, {35, 97}, {130, 160}}) {
       const Packed w(pool, random.floats(int64_t{rows} * cols), rows, cols, kind);
-      for (int32_t num_rows : {1, 3, 17}) {
+      for (int32_t num_rows : {1, 3, 9, 16, 29, 70}) {
         const std::vector<float> x = random.floats(int64_t{num_rows} * cols);
         same_everywhere([&] { return product(pool, x, num_rows, w.view()); });
       }
+    }
+  }
+}
+
+// More activations than a kernel keeps in tiles at a time.
+void test_linear_of_long_rows() {
+  Random random(7);
+  ThreadPool pool(1);
+  for (Kind kind : kKinds) {
+    if (!is_quantised(kind.format)) continue;
+    const Packed w(pool, random.floats(16 * 12000), 16, 12000, kind);
+    const std::vector<float> x = random.floats(35 * 12000);
+    same_everywhere([&] { return product(pool, x, 35, w.view()); });
+  }
+}
+
+std::vector<float> one_row_products(ThreadPool& pool, const std::vector<float>& x, int32_t num_rows,
+                                    const MatrixView& w) {
+  std::vector<float> out;
+  for (int32_t r = 0; r < num_rows; ++r) {
+    const std::vector<float> row(x.begin() + r * w.cols, x.begin() + (r + 1) * w.cols);
+    const std::vector<float> one = product(pool, row, 1, w);
+    out.insert(out.end(), one.begin(), one.end());
+  }
+  return out;
+}
+
+// Any number of rows, from and to any places: each as in a call of its own, and nothing else
+// written.
+void test_rows_from_and_to_places() {
+  constexpr int32_t kRows = 45, kCols = 200, kMost = 39;
+  Random random(8);
+  ThreadPool one(1);
+  std::vector<int32_t> from(kMost), to(kMost);
+  for (int32_t r = 0; r < kMost; ++r) {
+    from[static_cast<size_t>(r)] = (r * 7 + 3) % 20;
+    to[static_cast<size_t>(r)] = kMost - 1 - r;
+  }
+  for (Kind kind : kKinds) {
+    const Packed w(one, random.floats(kRows * kCols), kRows, kCols, kind);
+    const std::vector<float> x = random.floats(20 * kCols);
+    const std::vector<float> rows = one_row_products(one, x, 20, w.view());
+    const auto codes =
+        QuantisedRows::of(one, x.data(), 20, kCols, std::max(kind.group, 32), "test");
+    for (Isa isa : available_isas()) {
+      for (int32_t num_rows = 1; num_rows <= kMost; ++num_rows) {
+        std::vector<float> out(kMost * kRows, -1.0f);
+        std::vector<float> expected = out;
+        LinearArgs args = block_args(w.view(), 0, w.view().num_blocks(), out.data());
+        args.x = x.data();
+        if (is_quantised(kind.format)) codes.bind(args);
+        args.num_rows = num_rows;
+        args.in_rows = from.data();
+        args.out_rows = to.data();
+        kernel_table(isa).linear[static_cast<int>(kind.format)](args);
+        for (int32_t r = 0; r < num_rows; ++r) {
+          std::copy_n(rows.begin() + from[static_cast<size_t>(r)] * kRows, kRows,
+                      expected.begin() + to[static_cast<size_t>(r)] * kRows);
+        }
+        check(same_bits(out, expected));
+      }
+    }
+  }
+}
+
+void test_one_thread_or_many() {
+  Random random(9);
+  ThreadPool one(1), many(3);
+  for (Kind kind : kKinds) {
+    const Packed w(one, random.floats(330 * 96), 330, 96, kind);
+    const std::vector<float> x = random.floats(37 * 96);
+    for (Isa isa : available_isas()) {
+      set_isa(isa);
+      check(same_bits(product(one, x, 37, w.view()), product(many, x, 37, w.view())));
     }
   }
 }
@@ -267,6 +341,9 @@ void run_everything() {
     test_moe(pool);
     test_router_and_sampling(pool);
   }
+  test_linear_of_long_rows();
+  test_rows_from_and_to_places();
+  test_one_thread_or_many();
   test_small_floats();
   test_interleave_finds_what_is_not_finite();
   test_rows_of_floats();

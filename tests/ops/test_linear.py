@@ -17,7 +17,7 @@ Everywhere = Callable[[Callable[[], Any]], list[Any]]
 
 @pytest.mark.parametrize(("format", "group"), FORMATS)
 @pytest.mark.parametrize("shape", [(1, 1), (16, 64), (37, 97), (130, 160)])
-@pytest.mark.parametrize("num_rows", [1, 2, 13])
+@pytest.mark.parametrize("num_rows", [1, 2, 13, 37])
 def test_equals_reference_everywhere(
     rng: np.random.Generator,
     everywhere: Everywhere,
@@ -46,13 +46,27 @@ def test_a_row_does_not_depend_on_its_neighbours(
             assert_same_bits(got, expected[:count])
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("format", "group"), FORMATS)
+def test_random_shapes_equal_one_row_calls(
+    everywhere: Everywhere, format: str, group: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    num_rows, outputs, inputs = (int(rng.integers(1, most)) for most in (71, 150, 400))
+    w = make_matrix(rng.standard_normal((outputs, inputs)).astype(np.float32), format, group)
+    x = rng.standard_normal((num_rows, inputs)).astype(np.float32)
+    expected = np.concatenate([ops.linear(row[None], w) for row in x])
+    for got in everywhere(lambda: ops.linear(x, w)):
+        assert_same_bits(got, expected)
+
+
 @pytest.mark.parametrize("format", ["q8", "q4", "mxfp4"])
 def test_extreme_codes(everywhere: Everywhere, format: str) -> None:
     """The largest integers that can meet: no instruction set may saturate or overflow."""
     w = np.zeros((16, 64), np.float32)
     w[::2], w[1::2] = 8.0, -8.0
     matrix = make_matrix(w, format, 32)
-    x = np.ones((2, 64), np.float32)
+    x = np.ones((18, 64), np.float32)
     x[1, ::2] = -1.0
     expected = reference.linear(x, matrix)
     for got in everywhere(lambda: ops.linear(x, matrix)):
@@ -65,7 +79,7 @@ def test_q8_code_minus_128(everywhere: Everywhere, rng: np.random.Generator) -> 
     packed[:512] = 0x80
     packed[512:] = np.full(16, 0.5, np.float16).view(np.uint8)
     matrix = _core.Matrix(packed, "q8", 16, 32, 32)
-    x = rng.standard_normal((3, 32)).astype(np.float32)
+    x = rng.standard_normal((17, 32)).astype(np.float32)
     expected = reference.linear(x, matrix)
     for got in everywhere(lambda: ops.linear(x, matrix)):
         assert_same_bits(got, expected)
@@ -78,7 +92,7 @@ def test_every_e8m0_scale(everywhere: Everywhere, rng: np.random.Generator) -> N
     for start in (0, 254 - 15):  # the subnormal end and the large end
         groups[:, 256:] = start + np.arange(16, dtype=np.uint8)[:, None]
         matrix = _core.Matrix(packed, "mxfp4", 16, 512, 32)
-        x = rng.standard_normal((2, 512)).astype(np.float32) * np.float32(0.01)
+        x = rng.standard_normal((18, 512)).astype(np.float32) * np.float32(0.01)
         with np.errstate(over="ignore", invalid="ignore"):
             expected = reference.linear(x, matrix)
         for got in everywhere(lambda: ops.linear(x, matrix)):  # noqa: B023
@@ -87,9 +101,9 @@ def test_every_e8m0_scale(everywhere: Everywhere, rng: np.random.Generator) -> N
 
 def test_tiny_activations(everywhere: Everywhere, rng: np.random.Generator) -> None:
     matrix = make_matrix(rng.standard_normal((16, 96)).astype(np.float32), "q8", 32)
-    x = np.full((1, 96), 1e-30, np.float32)
-    x[0, 32:64] = 1e-37  # below the least amax: counts as zero
-    x[0, 64:] = 1e-45
+    x = np.full((16, 96), 1e-30, np.float32)
+    x[:, 32:64] = 1e-37  # below the least amax: counts as zero
+    x[:, 64:] = 1e-45
     expected = reference.linear(x, matrix)
     for got in everywhere(lambda: ops.linear(x, matrix)):
         assert_same_bits(got, expected)
