@@ -1,5 +1,7 @@
 """The commands, as a user types them: what they print where, and how they exit."""
 
+import importlib
+import inspect
 import io
 import json
 import os
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 
 import headrace.llm
-from headrace.cli.app import _run
+from headrace.cli.app import COMMANDS, _run
 from headrace.cli.run import DEMO_PROMPT
 from headrace.engine.loop import EngineLoop
 from headrace.errors import ExpertReadError
@@ -428,18 +430,38 @@ def test_a_closed_stream_is_no_failure(tiny: Path, closed: str) -> None:
     assert bool(done.stdout) == (closed != ">&-")
 
 
-def test_help_and_version_need_no_heavy_import() -> None:
+HEAVY = {"numpy", "tokenizers", "jinja2", "headrace._core", "prompt_toolkit", "headrace.llm"}
+
+
+@pytest.mark.parametrize(
+    ("words", "heavy", "expected"),
+    [
+        (["run", "--help"], HEAVY, "--repetition-penalty"),
+        # The list of all commands loads none of them: each would cost its options.
+        (["--help"], HEAVY | {"rich", "headrace.config", "headrace.cli.run"}, "synth"),
+        (["--version"], HEAVY | {"rich", "headrace.config", "headrace.cli.run"}, "headrace "),
+    ],
+)
+def test_help_and_version_need_no_heavy_import(
+    words: list[str], heavy: set[str], expected: str
+) -> None:
     code = (
-        "import sys\nfrom headrace.cli.app import _run\n_run(['run', '--help'])\n"
-        "heavy = {'numpy', 'tokenizers', 'jinja2', 'headrace._core', 'prompt_toolkit'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+        f"import sys\nfrom headrace.cli.app import _run\nassert _run({words}) == 0\n"
+        f"loaded = {heavy} & set(sys.modules)\nassert not loaded, loaded"
     )
     environment = {**os.environ, "COLUMNS": "100"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr
-    assert "--repetition-penalty" in done.stdout
+    assert expected in done.stdout
+
+
+def test_the_list_of_commands_says_what_each_command_says_of_itself() -> None:
+    for name, line in COMMANDS.items():
+        module = importlib.import_module(f"headrace.cli.{name}")
+        text = module.app.info.help if hasattr(module, "app") else inspect.getdoc(module.command)
+        assert text.splitlines()[0] == line
 
 
 def test_the_terminal_reader_knows_its_keys(

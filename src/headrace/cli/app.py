@@ -4,14 +4,15 @@ stdout is data, everything else goes to stderr. A failure is one message and exi
 usage 2, Ctrl-C 130. No traceback reaches the user unless HEADRACE_DEBUG is set.
 """
 
+import importlib
 import logging
 import os
 import sys
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from headrace.cli import bench, chat, convert, doctor, inspect, plan, run, synth
 from headrace.errors import EngineError
 
 # Typer carries click along under changing names; its public BadParameter leads to the classes.
@@ -19,30 +20,78 @@ _UsageError: Any
 _ClickException: Any
 _UsageError, _ClickException = typer.BadParameter.__mro__[1:3]
 
+COMMANDS = {
+    "run": "Answer PROMPT with MODEL.",
+    "chat": "Talk with MODEL.",
+    "plan": "Show what each part of MODEL gets of the memory, and what follows.",
+    "convert": "Write DEST, a container of SOURCE that is read without repacking.",
+    "inspect": "Describe MODEL from its headers; with --verify, read all of it.",
+    "bench": "Measure this machine.",
+    "doctor": "Look at this machine, and at MODEL: findings, and what to do about them.",
+    "synth": "Write DEST, to measure a machine before downloading a model.",
+}
+"""Name, which is also the module, and the first line of the command's own help."""
+
+
+class _LazyGroup(TyperGroup):
+    """Holds names only; a command's module and options are made when it is called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        """Find a command by its name, and load it."""
+        name, found, rest = super().resolve_command(ctx, args)
+        return name, _load(name) if name and found else found, rest
+
+
+def _load(name: str) -> Any:
+    module = importlib.import_module(f"headrace.cli.{name}")
+    if hasattr(module, "app"):  # a command of commands
+        return typer.main.get_command(module.app)
+    alone = typer.Typer(add_completion=False, context_settings=_SETTINGS)
+    alone.command(name)(module.command)
+    return typer.main.get_command(alone)
+
+
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
+
 app = typer.Typer(
     name="headrace",
+    cls=_LazyGroup,
     help="Run mixture-of-experts language models larger than memory.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,  # the list of commands needs no boxes, and their library takes 80 ms
+    context_settings=_SETTINGS,
 )
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            typer.echo(f"headrace {version('headrace')}")
+        except PackageNotFoundError:
+            typer.echo("headrace from a source tree: not installed, so without a version")
+        raise typer.Exit
 
 
 @app.callback()
 def _main(
-    version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="print the version", is_eager=True, callback=_print_version),
+    ] = False,
 ) -> None:
-    if version:
-        from importlib.metadata import version as version_of
-
-        typer.echo(f"headrace {version_of('headrace')}")
-        raise typer.Exit
+    pass
 
 
-for _module in (run, chat, plan, convert, inspect, synth, doctor):
-    app.command()(_module.command)
-app.add_typer(bench.app, name="bench")
+def _stand_in() -> None:
+    """Stands for a command in the list of all."""
+
+
+for _name, _help in COMMANDS.items():
+    app.command(_name, help=_help)(_stand_in)
 
 
 def main() -> None:
