@@ -60,23 +60,52 @@ ExpertMatrix to_matrix(const MatrixTuple& from) {
   return {parse_format(format), rows, cols, group, offset};
 }
 
-void read_requests(const std::vector<std::tuple<std::string, int64_t, ByteArray>>& requests,
-                   int32_t readers, int64_t block_bytes, bool direct) {
-  std::vector<std::tuple<std::string, int64_t, std::byte*, int64_t>> wanted;
+using ReadRequest = std::tuple<std::string, int64_t, ByteArray>;
+using NamedRequest =
+    std::tuple<std::string, std::string, int64_t, ByteArray, int64_t, std::optional<uint64_t>>;
+
+// The files of a call, each opened once.
+class OpenFiles {
+ public:
+  explicit OpenFiles(bool direct) : direct_(direct) {}
+
+  io::Range range(const std::string& path, int64_t offset, const ByteArray& dest) {
+    std::unique_ptr<io::File>& file = files_[path];
+    if (!file) file = std::make_unique<io::File>(path, direct_, ErrorKind::Checkpoint);
+    return {file.get(), offset, static_cast<int64_t>(dest.size()),
+            reinterpret_cast<std::byte*>(dest.data())};
+  }
+
+ private:
+  bool direct_;
+  std::map<std::string, std::unique_ptr<io::File>> files_;
+};
+
+void read_requests(const std::vector<ReadRequest>& requests, int32_t readers, int64_t block_bytes,
+                   bool direct) {
+  OpenFiles files(direct);
+  std::vector<io::Range> ranges;
   for (const auto& [path, offset, dest] : requests) {
-    wanted.emplace_back(path, offset, reinterpret_cast<std::byte*>(dest.data()),
-                        static_cast<int64_t>(dest.size()));
+    ranges.push_back(files.range(path, offset, dest));
   }
   const nb::gil_scoped_release release;
-  std::map<std::string, std::unique_ptr<io::File>> files;
-  std::vector<io::Range> ranges;
-  for (const auto& [path, offset, dest, length] : wanted) {
-    std::unique_ptr<io::File>& file = files[path];
-    if (!file) file = std::make_unique<io::File>(path, direct, ErrorKind::Checkpoint);
-    ranges.push_back({file.get(), offset, length, dest});
-  }
   io::ReadPool pool(readers);
   io::read_ranges(pool, ranges, block_bytes, ErrorKind::Checkpoint);
+}
+
+void read_named(const std::vector<NamedRequest>& requests, int32_t readers, int64_t block_bytes,
+                bool direct) {
+  OpenFiles files(direct);
+  std::vector<io::NamedRange> ranges;
+  for (const auto& [name, path, offset, dest, checked_bytes, checksum] : requests) {
+    if (checked_bytes < 0 || checked_bytes > static_cast<int64_t>(dest.size())) {
+      throw Error(ErrorKind::Shape, "read_named: " + name + " has no " +
+                                        std::to_string(checked_bytes) + " bytes to check");
+    }
+    ranges.push_back({name, files.range(path, offset, dest), checked_bytes, checksum});
+  }
+  const nb::gil_scoped_release release;
+  io::read_named_ranges(ranges, readers, block_bytes);
 }
 
 // The repacking kernel is given to the store here, so that neither knows the other.
@@ -150,6 +179,11 @@ void bind_reading(nb::module_& m) {
   m.def("read_many", &read_requests, "requests"_a, nb::kw_only(), "readers"_a = 4,
         "block_bytes"_a = io::kDefaultBlockBytes, "direct"_a = true,
         "read_into for many (path, offset, dest) at once, by the same threads.");
+
+  m.def("read_named", &read_named, "requests"_a, nb::kw_only(), "readers"_a = 4,
+        "block_bytes"_a = io::kDefaultBlockBytes, "direct"_a = true,
+        "read_many for (name, path, offset, dest, checked_bytes, checksum): the reading threads "
+        "verify the checksum of each dest's first checked_bytes, if one is given.");
 
   nb::class_<io::RowReader>(m, "RowReader", "Rows of a row-major table that stays on the drive.")
       .def(nb::init<std::string, int64_t, int64_t, int64_t, bool>(), "path"_a, "offset"_a,

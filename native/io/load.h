@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -25,6 +26,20 @@ struct Range {
 // flight.
 void read_ranges(ReadPool& pool, std::span<const Range> ranges, int64_t block_bytes,
                  ErrorKind kind);
+
+// A range with a name, and what its first checked_bytes must add up to.
+struct NamedRange {
+  std::string name;
+  Range range;
+  int64_t checked_bytes;
+  std::optional<uint64_t> checksum;
+};
+
+// Reads every range, first ones first, and verifies each checksum on the thread that read the
+// range's last block, while others read on. Throws Error(Checkpoint) for the first in order of
+// those that failed, naming it, its file, expected and got; by then no read is in flight.
+void read_named_ranges(std::span<const NamedRange> ranges, int32_t num_readers,
+                       int64_t block_bytes);
 
 // "short" or the system's words; two lines: what was expected at which offset, and what came.
 std::string describe(const ReadFailure& failure);

@@ -156,6 +156,13 @@ def read_many(
     block_bytes: int = 1048576,
     direct: bool = True,
 ) -> None: ...
+def read_named(
+    requests: Sequence[tuple[str, str, int, Bytes, int, int | None]],
+    *,
+    readers: int = 4,
+    block_bytes: int = 1048576,
+    direct: bool = True,
+) -> None: ...
 
 # ---- bind_probe.cpp: how fast a drive gives records
 

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -109,11 +110,10 @@ class LLM:
         self._abandoned: deque[TokenSequence] = deque()
         self._set_up_kernels()
         self.spec, self.checkpoint = open_model(self.path)
-        self.tokenizer = Tokenizer.of(self.checkpoint)
         self.generation_config = self.checkpoint.generation_config
-        self._end_ids()  # wrong ones are said now, not at the first answer
         self._warn_of_ignored_fields()
         self._load()
+        self._end_ids()  # wrong ones are said now, not at the first answer
 
     def _warn_of_ignored_fields(self) -> None:
         ignored = ignored_generation_fields(self.generation_config)
@@ -132,20 +132,21 @@ class LLM:
     def _load(self) -> None:
         history = open_history(self.path, self.checkpoint, self.config)
         self._reading = resolve_reading(self.config.experts, self.checkpoint.records)
-        plan = self._plan(resident_bytes(), history)  # refuses before anything large is read
+        held = resident_bytes()
+        # Refuses before anything large is read.
+        plan = self._plan(self.config, held, history, is_tokenizer_held=False)
         if not plan.is_resident:
             self._reading = resolve_reading(
                 self.config.experts, self.checkpoint.records, probe_bytes=plan.slots_bytes
             )
-        model = build_model(
-            self.spec, self.checkpoint, embedding_resident=plan.embedding != "drive"
-        )
-        # What loading really left behind, not what it was estimated to: slots get the rest.
-        held = resident_bytes()
-        if held is not None:
-            others = held - plan.dense_bytes - plan.embedding_bytes
-            plan = self._plan(max(plan.interpreter_bytes, others), history, plan)
-        self.plan = plan
+        # A large vocabulary is parsed as long as dense weights are read: both at once.
+        with ThreadPoolExecutor(1, "tokenizer") as aside:
+            tokenizer = aside.submit(Tokenizer.of, self.checkpoint)
+            model = build_model(
+                self.spec, self.checkpoint, embedding_resident=plan.embedding != "drive"
+            )
+            self.tokenizer = tokenizer.result()
+        self.plan = plan = self._plan_again(plan, held, history)
         self.store = self._open_store(history)
         self._kv = model.make_state(plan.num_pages, self.config.kv)
         self._loop = EngineLoop(
@@ -159,19 +160,35 @@ class LLM:
             max_logits_rows=plan.max_logits_rows,
         )
 
-    def _plan(
-        self, held: int | None, history: History | None, first: MemoryPlan | None = None
+    def _plan_again(
+        self, first: MemoryPlan, held_before: int | None, history: History | None
     ) -> MemoryPlan:
-        config = make_engine_config(self.config, {"experts": self._reading.experts})
-        if first is not None:  # the ceiling was decided, and the embedding is where it is
-            place = "drive" if first.embedding == "drive" else "resident"
-            config = make_engine_config(config, {"memory": first.ceiling_bytes, "embedding": place})
+        """Plan with what loading really left behind, not what it was estimated to: slots get the
+        rest. The ceiling was decided, and the embedding is where it is.
+        """
+        held = resident_bytes()
+        if held is None or held_before is None:
+            return first
+        others = max(held_before, held - first.dense_bytes - first.embedding_bytes)
+        place = "drive" if first.embedding == "drive" else "resident"
+        decided = {"memory": first.ceiling_bytes, "embedding": place}
+        return self._plan(make_engine_config(self.config, decided), others, history)
+
+    def _plan(
+        self,
+        config: EngineConfig,
+        held: int | None,
+        history: History | None,
+        is_tokenizer_held: bool = True,
+    ) -> MemoryPlan:
+        config = make_engine_config(config, {"experts": self._reading.experts})
         return plan_memory(
             self.spec,
             self.checkpoint,
             config,
             num_threads=ops.num_threads(),
-            interpreter_bytes=held,
+            held_bytes=held,
+            is_tokenizer_held=is_tokenizer_held,
             counts=None if history is None else history.counts,
             reading=self._reading,
         )
@@ -180,9 +197,12 @@ class LLM:
         records = self.checkpoint.records
         if records is None:
             return None
-        return ExpertStore(
+        store = ExpertStore(
             records, num_slots=self.plan.num_slots, readers=self._reading.experts, history=history
         )
+        if self.plan.is_resident:
+            store.warm_all()  # every record is wanted once: the drive need not wait for the router
+        return store
 
     def _end_ids(self) -> frozenset[int]:
         own: Any = self.generation_config.get("eos_token_id")

@@ -194,19 +194,33 @@ def plan_memory(
     config: EngineConfig,
     *,
     num_threads: int,
-    interpreter_bytes: int | None = None,
+    held_bytes: int | None = None,
+    is_tokenizer_held: bool = True,
     counts: npt.NDArray[np.float64] | None = None,
     reading: Reading | None = None,
 ) -> MemoryPlan:
-    """Measure a checkpoint's headers and divide the memory; see `make_plan`."""
+    """Measure a checkpoint's headers and divide the memory; see `make_plan`.
+
+    Args:
+        spec: of the model.
+        checkpoint: opened, not loaded.
+        config: what the caller asks for.
+        num_threads: computing threads.
+        held_bytes: what this process holds without weights; None estimates it.
+        is_tokenizer_held: whether `held_bytes` has the tokenizer in it, or it is still to come.
+        counts: of a history.
+    """
     sizes = measure_sizes(spec, checkpoint, config.kv)
-    ceiling = config.memory if config.memory != "auto" else auto_ceiling(interpreter_bytes or 0)
+    ceiling = config.memory if config.memory != "auto" else auto_ceiling(held_bytes or 0)
+    interpreter = held_bytes
+    if held_bytes is not None and not is_tokenizer_held:
+        interpreter = held_bytes + TOKENIZER_FACTOR * sizes.tokenizer_bytes
     return make_plan(
         sizes,
         config,
         ceiling,
         num_threads=num_threads,
-        interpreter_bytes=interpreter_bytes,
+        interpreter_bytes=interpreter,
         counts=counts,
         reading=reading,
     )

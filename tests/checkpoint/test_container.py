@@ -11,9 +11,11 @@ from checkpoint_helpers import Shape, write_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.checkpoint import open_checkpoint
+from headrace import _core
+from headrace.checkpoint import ContainerCheckpoint, open_checkpoint
+from headrace.checkpoint.layout import DenseTensor
 from headrace.convert import Recipe, convert
-from headrace.errors import CheckpointError, EngineError
+from headrace.errors import CheckpointError, EngineError, MemoryBudgetError
 from headrace.inspect import describe, verify
 
 
@@ -32,6 +34,12 @@ def container(pristine: Path, tmp_path: Path) -> Path:
     for file in pristine.iterdir():
         (dest / file.name).write_bytes(file.read_bytes())
     return dest
+
+
+def open_container(path: Path) -> ContainerCheckpoint:
+    checkpoint = open_checkpoint(path, None)
+    assert isinstance(checkpoint, ContainerCheckpoint)
+    return checkpoint
 
 
 def edit(container: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -187,6 +195,67 @@ def test_flipped_byte_in_dense_is_found_on_load(container: Path) -> None:
     with pytest.raises(CheckpointError, match=r"checksum differs: lm_head\.weight") as error:
         checkpoint.load_matrix("lm_head.weight")
     assert f"offset {entry.offset}" in str(error.value)
+
+
+def read_all_ahead(checkpoint: ContainerCheckpoint) -> None:
+    checkpoint.read_ahead(dict.fromkeys(checkpoint.tensors))
+
+
+def test_tensors_read_ahead_are_those_read_one_by_one(container: Path) -> None:
+    ahead, alone = open_container(container), open_container(container)
+    read_all_ahead(ahead)
+    for name, info in alone.tensors.items():
+        if len(info.shape) == 1:
+            assert ahead.load_vector(name).tobytes() == alone.load_vector(name).tobytes()
+        elif alone.dense[name].kind == "matrix":
+            one, other = ahead.load_matrix(name), alone.load_matrix(name)
+            assert one.data.tobytes() == other.data.tobytes()
+            assert one.data.ctypes.data % 4096 == 0  # direct reads went straight to it
+        else:
+            ids = np.arange(info.shape[0], dtype=np.int32)
+            table = ahead.embedding(name, resident=True)(ids)
+            assert table.tobytes() == alone.embedding(name, resident=True)(ids).tobytes()
+
+
+def test_a_flipped_byte_is_found_while_all_is_read_ahead(container: Path) -> None:
+    names = ("model.layers.1.self_attn.o_proj.weight", "model.norm.weight")
+    entries = [open_container(container).entries[name] for name in names]
+    for entry in entries:
+        flip(container / "dense.safetensors", entry.offset + 5)
+    with pytest.raises(CheckpointError) as error:
+        read_all_ahead(open_container(container))
+    named = next(e for e in entries if e.name in str(error.value))
+    path = container / "dense.safetensors"
+    assert str(error.value).startswith(f"checksum differs: {named.name}, file {path}")
+    assert f"at offset {named.offset}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("end", "file is short: {}, file"), ("eio", "file cannot be read: {}, file")],
+)
+def test_a_tensor_that_cannot_be_read_ahead_is_named(
+    container: Path, kind: str, expected: str
+) -> None:
+    checkpoint = open_container(container)
+    entry = checkpoint.entries["lm_head.weight"]
+    _core.inject_fault(kind, count=-1, path_contains="dense", offset=entry.offset)
+    try:
+        with pytest.raises(CheckpointError, match=expected.format(r"lm_head\.weight")) as error:
+            read_all_ahead(checkpoint)
+        assert _core.num_faults_fired() > 0
+    finally:
+        _core.clear_faults()
+    assert f"at offset {entry.offset}" in str(error.value)
+
+
+def test_memory_for_tensors_that_the_system_refuses(
+    container: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_container(container)
+    monkeypatch.setattr(DenseTensor, "stored_bytes", 1 << 50)
+    with pytest.raises(MemoryBudgetError, match=r"the system refused \d+ bytes of memory"):
+        read_all_ahead(checkpoint)
 
 
 def test_verify_names_every_damaged_range(container: Path) -> None:

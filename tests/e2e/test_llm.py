@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from headrace.errors import (
     MemoryBudgetError,
     RequestError,
 )
+from headrace.experts import ExpertStore
 from headrace.inspect import describe
 from headrace.llm import LLM, plan_model
 
@@ -263,7 +265,28 @@ def test_chat_uses_the_template_or_continues_the_text(
     ]
 
 
-def test_history_is_written_and_warms_the_next_start(tiny: Path, tmp_path: Path) -> None:
+def wait_for(condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("waited five seconds for nothing")
+
+
+def test_a_model_that_fits_is_read_whole_without_being_asked(tiny: Path) -> None:
+    with open_llm(tiny) as llm:
+        assert llm.store is not None
+        assert llm.plan.is_resident
+        store, records = llm.store, llm.plan.num_records
+        wait_for(lambda: store.stats().prefetch_bytes >= records * store.record_bytes)
+        receipt = llm.generate(PROMPTS[0], GREEDY).receipt
+    assert receipt.expert_misses == 0 < receipt.expert_hits
+
+
+def test_history_is_written_and_warms_the_next_start(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ExpertStore, "warm_all", lambda store: None)  # as where not all fits
     path = tmp_path / "history.json"
     options = ExpertConfig(history="write", history_path=path)
     with LLM(tiny, memory="8GiB", experts=options) as llm:
@@ -271,10 +294,8 @@ def test_history_is_written_and_warms_the_next_start(tiny: Path, tmp_path: Path)
     assert path.exists()
     with LLM(tiny, memory="8GiB", experts=ExpertConfig(history="read", history_path=path)) as llm:
         assert llm.store is not None
-        for _ in range(500):  # warming goes on in the background
-            if llm.store.stats().prefetch_bytes > 0:
-                break
-            time.sleep(0.01)
+        store = llm.store
+        wait_for(lambda: store.stats().prefetch_bytes > 0)  # warming goes on in the background
         warmed = llm.generate(PROMPTS[0], GREEDY).receipt
         assert llm.store.stats().prefetch_hits > 0
     assert warmed.expert_misses < cold.expert_misses

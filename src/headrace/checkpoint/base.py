@@ -156,6 +156,18 @@ class Checkpoint(ABC):
         """Raise UnsupportedModelError if a dense tensor is of a dtype that is not read."""
         self.info(name)  # most kinds refuse such a tensor when they are opened
 
+    def read_ahead(self, wanted: Mapping[str, str | None]) -> None:  # noqa: B027 - most kinds cannot
+        """Read dense tensors together that `load_matrix`, `load_vector` or `embedding` will take.
+
+        Kinds whose tensors have to be packed as they are read do nothing here.
+
+        Args:
+            wanted: Hugging Face name -> format it will be asked for in, None for the stored one.
+
+        Raises:
+            CheckpointError: a tensor is missing or damaged.
+        """
+
     @abstractmethod
     def load_matrix(self, name: str, format: str | None = None) -> Matrix:
         """Load a matrix, packed.

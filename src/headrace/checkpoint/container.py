@@ -46,12 +46,15 @@ from headrace.checkpoint.records import (
     RECORD_ALIGNMENT,
     RecordLayout,
     RecordTable,
+    align_up,
     make_record_layout,
 )
 from headrace.checkpoint.safetensors import Header, TensorEntry, read_header
-from headrace.checkpoint.values import bytes_checksum, pack_range, read_range
+from headrace.checkpoint.values import pack_range
 from headrace.errors import CheckpointError, ConfigError
 
+VECTOR_ALIGNMENT = 64
+"""Of a vector in memory: what the kernels like; pages are for what direct reads fill."""
 MAX_DIMENSION = (1 << 31) - 1
 MAX_ELEMENTS = 1 << 44
 """Keeps every product of dimensions and value sizes within 64 bits."""
@@ -94,15 +97,36 @@ class ContainerCheckpoint(Checkpoint):
         self.records = _record_table(path, main, layout) if layout and main else None
         self.mtp_records = _record_table(path, mtp, layout) if layout and mtp else None
         self.fingerprint = _fingerprint(path, data)
+        self._read: dict[str, Bytes] = {}  # read ahead, and not loaded yet
+
+    def read_ahead(self, wanted: Mapping[str, str | None]) -> None:
+        """Read tensors in the order of the file, straight to where they stay: one piece of memory,
+        so that huge pages cover it whole. See `Checkpoint.read_ahead`.
+        """
+        names = [n for n, format in wanted.items() if format in (None, self.dense[n].format)]
+        places, total = {}, 0
+        for name in sorted(names, key=lambda n: self.entries[n].offset):
+            is_vector = self.dense[name].kind == "vector"
+            total = align_up(total, VECTOR_ALIGNMENT if is_vector else RECORD_ALIGNMENT)
+            places[name] = total
+            total += self.dense[name].stored_bytes
+        memory: Bytes = _core.aligned_empty(total)
+        requests, found = [], {}
+        for name, at in places.items():
+            entry, tensor = self.entries[name], self.dense[name]
+            place = memory[at : at + tensor.stored_bytes]
+            found[name] = place[: tensor.nbytes]
+            checksum = self.dense_checksums[name]
+            requests.append((name, str(entry.path), entry.offset, place, tensor.nbytes, checksum))
+        _core.read_named(requests)
+        self._read.update(found)  # not before all of it is known to be right
 
     def load_bytes(self, name: str) -> Bytes:
-        """Read a dense tensor's bytes and compare them with their checksum."""
+        """Return a dense tensor's bytes, read now if they were not read ahead."""
         self.info(name)
-        entry, tensor = self.entries[name], self.dense[name]
-        data: Bytes = _core.aligned_empty(tensor.nbytes)
-        read_range(entry.path, entry.offset, data)
-        check_bytes(data, self.dense_checksums[name], name, entry.path, entry.offset)
-        return data
+        if name not in self._read:
+            self.read_ahead({name: None})
+        return self._read.pop(name)
 
     def load_matrix(self, name: str, format: str | None = None) -> Matrix:
         """Load a packed matrix as stored; see `Checkpoint.load_matrix`."""
@@ -142,17 +166,6 @@ class ContainerCheckpoint(Checkpoint):
             return open_rows(self.entries[name], tensor.format, resident=False)
         data = self.load_bytes(name).reshape(rows, -1)
         return EmbeddingTable(data, rows, cols, tensor.format)
-
-
-def check_bytes(data: Bytes, expected: int, what: str, path: Path, offset: int) -> None:
-    """Raise CheckpointError unless the bytes have the checksum that was stored for them."""
-    got = bytes_checksum(data)
-    if got != expected:
-        raise CheckpointError(
-            f"checksum differs: {what}, file {path}\n"
-            f"expected {expected:016x} for {data.nbytes} bytes at offset {offset}, got {got:016x}\n"
-            "hint: the file is damaged; convert the model again"
-        )
 
 
 def is_container(path: Path) -> bool:

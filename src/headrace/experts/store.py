@@ -187,6 +187,13 @@ class ExpertStore:
         """
         self._native.warm(list(records))
 
+    def warm_all(self) -> None:
+        """Fill free slots in the background with every record, in the order of the files."""
+        first = self.table.file[..., 0], self.table.offset[..., 0]
+        order = np.lexsort((first[1].ravel(), first[0].ravel()))
+        num_experts = self.table.num_experts
+        self.warm((self.table.layers[at // num_experts], at % num_experts) for at in order.tolist())
+
     def resize(self, num_slots: int) -> int:
         """Change the number of slots, up to the number opened with.
 

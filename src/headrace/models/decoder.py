@@ -72,6 +72,7 @@ class Decoder(ABC):
         """
         weights = Weights(checkpoint, self.names)
         weights.check(self.parameters(spec), spec)
+        weights.read_ahead(self.parameters(spec), embedding_resident or spec.tie_word_embeddings)
         self.spec = spec
         self.embed = Embedding(spec, weights, embedding_resident)
         self.rotary = Rotary(spec)

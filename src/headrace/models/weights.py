@@ -97,6 +97,18 @@ class Weights:
                     f"got [{layout.rows}, {layout.cols}]"
                 )
 
+    def read_ahead(self, parameters: Iterable[Parameter], embedding_resident: bool) -> None:
+        """Read what the methods below will load, as fast as the drive gives it."""
+        self._checkpoint.read_ahead(
+            {
+                self._names.name(parameter.role, parameter.layer): "f32"
+                if parameter.role == "router"
+                else None
+                for parameter in parameters
+                if parameter.role != "embed_tokens" or embedding_resident
+            }
+        )
+
     def matrix(self, role: str, layer: int | None = None) -> Matrix:
         """A matrix [N, K], packed as the checkpoint holds it."""
         return self._checkpoint.load_matrix(self._names.name(role, layer))
