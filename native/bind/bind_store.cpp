@@ -24,6 +24,7 @@
 #include "io/checksum.h"
 #include "io/fault.h"
 #include "io/load.h"
+#include "io/memory.h"
 #include "kernels/format.h"
 #include "kernels/pack.h"
 #include "store/expert_store.h"
@@ -158,6 +159,16 @@ std::map<std::string, int64_t> stats_map(const ExpertStore& store) {
           {"is_direct", stats.is_direct ? 1 : 0}};
 }
 
+void bind_memory(nb::module_& m) {
+  m.def(
+      "lock_memory",
+      [](const ConstByteArray& bytes) {
+        io::lock_pages(reinterpret_cast<const std::byte*>(bytes.data()),
+                       static_cast<int64_t>(bytes.size()));
+      },
+      "bytes"_a.noconvert(), "Keep the pages of a byte array from being swapped out.");
+}
+
 void bind_reading(nb::module_& m) {
   m.def(
       "checksum",
@@ -280,16 +291,16 @@ void bind_expert_store(nb::module_& m) {
                        const Table<int64_t, 3>& offset, const Table<int64_t, 3>& length,
                        const std::optional<Table<uint64_t, 2>>& checksum, bool in_place,
                        int32_t num_slots, int32_t num_readers, int64_t block_bytes,
-                       int32_t read_ahead, bool direct, double half_life_tokens) {
+                       int32_t read_ahead, bool direct, double half_life_tokens, bool lock) {
              return open_store(
                  std::move(files), std::move(layers), num_experts, gate, up, down, record_bytes,
                  file, offset, length, checksum, in_place,
-                 {num_slots, num_readers, block_bytes, read_ahead, direct, half_life_tokens});
+                 {num_slots, num_readers, block_bytes, read_ahead, direct, half_life_tokens, lock});
            }),
            nb::kw_only(), "files"_a, "layers"_a, "num_experts"_a, "gate"_a, "up"_a, "down"_a,
            "record_bytes"_a, "file"_a, "offset"_a, "length"_a, "checksum"_a.none(), "in_place"_a,
            "num_slots"_a, "num_readers"_a, "block_bytes"_a, "read_ahead"_a, "direct"_a,
-           "half_life_tokens"_a)
+           "half_life_tokens"_a, "lock"_a = false)
       .def(
           "acquire",
           [](ExpertStore& store, int32_t layer, const Table<int32_t, 2>& ids) {
@@ -340,6 +351,7 @@ void bind_expert_store(nb::module_& m) {
 }  // namespace
 
 void bind_store(nb::module_& m) {
+  bind_memory(m);
   bind_reading(m);
   bind_faults(m);
   bind_lease(m);

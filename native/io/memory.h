@@ -4,6 +4,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
+#include <vector>
 
 namespace headrace::io {
 
@@ -14,7 +16,9 @@ enum class PageSize { Small, Huge };
 class PageBuffer {
  public:
   PageBuffer() = default;
-  // Reserves `bytes`. Throws Error(MemoryBudget) if the system refuses.
+  // Reserves `bytes`. Throws Error(MemoryBudget) if the system refuses. Huge: starts at a multiple
+  // of 2 MiB, so that all but the end can be huge pages, and is spread over the memory of all
+  // sockets if there are several and it is large.
   explicit PageBuffer(int64_t bytes, PageSize page_size = PageSize::Huge);
   ~PageBuffer();
   PageBuffer(PageBuffer&& other) noexcept;
@@ -26,9 +30,24 @@ class PageBuffer {
   // Gives the pages of [offset, offset + length) back to the system; they read as zero afterwards.
   void discard(int64_t offset, int64_t length);
 
+  // As lock_pages, for all of it.
+  void lock();
+
  private:
   std::byte* data_ = nullptr;
   int64_t size_bytes_ = 0;
+  bool is_locked_ = false;
 };
+
+// Pages that hold these bytes are never swapped out, from the moment each is first touched. Ends
+// with the mapping. Throws Error(MemoryBudget) naming the limit if the system refuses.
+void lock_pages(const std::byte* data, int64_t length);
+
+// Numbers of the NUMA nodes that have memory, as `sysfs` says; empty where it says nothing.
+std::vector<int> memory_nodes(const std::string& sysfs = "/sys");
+
+// Spreads pages of [data, data + length) that were not touched yet over nodes in turn: one socket's
+// cores then read with the bandwidth of all. False if the system does not do it.
+bool interleave(std::byte* data, int64_t length, const std::vector<int>& nodes);
 
 }  // namespace headrace::io

@@ -50,6 +50,7 @@ ExpertStore::ExpertStore(RecordTable table, const Options& options)
       policy_(static_cast<int32_t>(table_.layers.size()) * table_.num_experts,
               options.half_life_tokens),
       scratch_(at(table_.num_experts), 0) {
+  if (options.lock) memory_.lock();
   for (const std::string& path : table_.files) {
     files_.push_back(std::make_unique<io::File>(path, options.direct, ErrorKind::Checkpoint));
   }

@@ -64,6 +64,7 @@ struct Options {
   int32_t read_ahead = 16;  // misses of one lease that may be loading or ready and not yet consumed
   bool direct = true;
   double half_life_tokens = 32.0;
+  bool lock = false;  // slots are never swapped out
 };
 
 struct Stats {

@@ -56,6 +56,7 @@ class TemporaryFolder {
     std::error_code ignored;
     std::filesystem::remove_all(path_, ignored);
   }
+  std::string path() const { return path_.string(); }
   std::string write(const std::string& name, std::span<const std::byte> bytes) const {
     const std::filesystem::path path = path_ / name;
     std::ofstream(path, std::ios::binary)
@@ -67,6 +68,11 @@ class TemporaryFolder {
  private:
   std::filesystem::path path_;
 };
+
+inline std::string text_of(const std::string& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
 
 inline std::vector<std::byte> random_bytes(size_t count, uint64_t seed) {
   std::mt19937_64 random(seed);

@@ -3,6 +3,8 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -265,6 +267,49 @@ void test_page_buffer() {
   check(memory.data()[5000] == std::byte{0});
   io::PageBuffer moved = std::move(memory);
   check(moved.data() != nullptr && memory.data() == nullptr);
+
+  io::PageBuffer large(3 << 20);
+  check(reinterpret_cast<uintptr_t>(large.data()) % (2 << 20) == 0);
+  large.data()[large.size_bytes() - 1] = std::byte{1};  // all of it is there
+}
+
+void test_locked_memory() {
+  io::PageBuffer memory(100'000);
+  try {
+    memory.lock();
+  } catch (const Error& error) {  // not root, and a small limit: the message is the test then
+    test::check_contains(error.what(), "RLIMIT_MEMLOCK");
+    return;
+  }
+  check(test::text_of("/proc/self/status").find("VmLck:\t     100 kB") != std::string::npos);
+  memory.data()[5000] = std::byte{1};
+  memory.discard(4096, 4096);  // locked pages refuse that, unless they are unlocked before
+  check(memory.data()[5000] == std::byte{0});
+  check(test::text_of("/proc/self/status").find("VmLck:\t     100 kB") != std::string::npos);
+}
+
+void test_memory_nodes() {
+  const test::TemporaryFolder folder;
+  const std::string place = folder.path() + "/devices/system/node";
+  check(io::memory_nodes(folder.path()).empty());
+  std::filesystem::create_directories(place);
+  const auto nodes = [&](const char* text) {
+    std::ofstream(place + "/has_memory") << text << "\n";
+    return io::memory_nodes(folder.path());
+  };
+  check(nodes("0") == std::vector<int>{0});
+  check(nodes("0-1") == std::vector<int>{0, 1});
+  check(nodes("0,2-4,9") == std::vector<int>{0, 2, 3, 4, 9});
+  check(nodes("").empty() && nodes("what").empty());
+}
+
+void test_interleaving() {
+  const std::vector<int> nodes = io::memory_nodes();
+  io::PageBuffer memory(1 << 20, io::PageSize::Small);
+  if (nodes.empty()) return;
+  if (!io::interleave(memory.data(), memory.size_bytes(), nodes)) return;  // forbidden here
+  check(test::text_of("/proc/self/numa_maps").find("interleave:") != std::string::npos);
+  check(!io::interleave(memory.data(), memory.size_bytes(), {1000}), "no such node");
 }
 
 }  // namespace
@@ -278,6 +323,9 @@ int main() {
       {"priorities, raise, cancel and stop", test_priorities_raise_cancel_and_stop},
       {"rows", test_rows},
       {"page buffer", test_page_buffer},
+      {"locked memory", test_locked_memory},
+      {"memory nodes", test_memory_nodes},
+      {"interleaving", test_interleaving},
   };
   return test::run_all(tests);
 }

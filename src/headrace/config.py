@@ -195,6 +195,9 @@ class EngineConfig:
         default="auto",
         metadata={"help": "embedding table: resident, or read by row from the drive"},
     )
+    lock_memory: bool = field(
+        default=False, metadata={"help": "keep weights and expert slots from being swapped out"}
+    )
     threads: int | Auto = field(default="auto", metadata={"help": "computing threads"})
     isa: str = field(
         default="auto", metadata={"help": "instruction set of the kernels", "env": "HEADRACE_ISA"}
@@ -224,6 +227,9 @@ class EngineConfig:
             self.embedding in EMBEDDING_PLACES, "embedding", " | ".join(EMBEDDING_PLACES),
             self.embedding,
         )  # fmt: skip
+        _require(
+            isinstance(self.lock_memory, bool), "lock_memory", "True or False", self.lock_memory
+        )
         _require(
             self.threads == "auto" or (_is_count(self.threads, 1) and self.threads <= 1024),
             "threads", "auto or 1..1024", self.threads,

@@ -36,7 +36,13 @@ from headrace.experts import ExpertStore, History
 from headrace.experts.history import default_path
 from headrace.experts.reading import observe_run, resolve_reading
 from headrace.inspect import open_model
-from headrace.metrics import Receipt, peak_memory_bytes, resident_bytes
+from headrace.metrics import (
+    Receipt,
+    huge_pages_bytes,
+    locked_bytes,
+    peak_memory_bytes,
+    resident_bytes,
+)
 from headrace.models.registry import build_model
 from headrace.plan import MemoryPlan, plan_memory
 from headrace.tokenizer import Message, TextStream, Tokenizer
@@ -143,7 +149,10 @@ class LLM:
         with ThreadPoolExecutor(1, "tokenizer") as aside:
             tokenizer = aside.submit(Tokenizer.of, self.checkpoint)
             model = build_model(
-                self.spec, self.checkpoint, embedding_resident=plan.embedding != "drive"
+                self.spec,
+                self.checkpoint,
+                embedding_resident=plan.embedding != "drive",
+                lock=self.config.lock_memory,
             )
             self.tokenizer = tokenizer.result()
         self.plan = plan = self._plan_again(plan, held, history)
@@ -198,7 +207,11 @@ class LLM:
         if records is None:
             return None
         store = ExpertStore(
-            records, num_slots=self.plan.num_slots, readers=self._reading.experts, history=history
+            records,
+            num_slots=self.plan.num_slots,
+            readers=self._reading.experts,
+            history=history,
+            lock=self.config.lock_memory,
         )
         if self.plan.is_resident:
             store.warm_all()  # every record is wanted once: the drive need not wait for the router
@@ -394,6 +407,8 @@ class LLM:
             steps=usage.steps,
             shared_steps=usage.shared_steps,
             peak_memory_bytes=peak_memory_bytes(),
+            huge_pages_bytes=huge_pages_bytes(),
+            locked_bytes=locked_bytes(),
             memory_ceiling_bytes=self.plan.ceiling_bytes,
             read_mode=self.store.stats().read_mode if self.store else "resident",
             readers=self.plan.readers,

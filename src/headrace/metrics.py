@@ -43,6 +43,8 @@ class Receipt:
     steps: int
     shared_steps: int
     peak_memory_bytes: int  # of the whole process, as the system reports it
+    huge_pages_bytes: int  # of what the process holds: weights want to lie in such pages
+    locked_bytes: int  # reserved so that it is never swapped out
     memory_ceiling_bytes: int
     read_mode: str  # direct | buffered | resident
     readers: int  # threads that read
@@ -114,8 +116,18 @@ def resident_bytes() -> int | None:
     return _status_bytes("VmRSS")
 
 
-def _status_bytes(key: str) -> int | None:
-    for line in (_read_text(Path("/proc/self/status")) or "").splitlines():
+def locked_bytes() -> int:
+    """Return how much this process has locked in memory (VmLck); 0 where nothing says so."""
+    return _status_bytes("VmLck") or 0
+
+
+def huge_pages_bytes() -> int:
+    """Return how much of this process's memory lies in huge pages; 0 where nothing says so."""
+    return _status_bytes("AnonHugePages", "smaps_rollup") or 0
+
+
+def _status_bytes(key: str, file: str = "status") -> int | None:
+    for line in (_read_text(Path("/proc/self") / file) or "").splitlines():
         if line.startswith(key + ":"):
             kib = _number(line.removeprefix(key + ":").removesuffix("kB"))
             return None if kib is None else kib * 1024

@@ -88,10 +88,16 @@ class EmbeddingTable:
         return not isinstance(self._source, _core.RowReader)
 
     @property
+    def data(self) -> Bytes | None:
+        """The bytes of a table in memory, [n] uint8; None if it is not."""
+        if isinstance(self._source, _core.RowReader):
+            return None
+        return self._source.data if isinstance(self._source, _core.Matrix) else self._source.ravel()
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory the table holds."""
-        source = self._source
-        return 0 if isinstance(source, _core.RowReader) else int(source.nbytes)
+        return 0 if self.data is None else int(self.data.nbytes)
 
     def __call__(self, ids: Int32) -> Float32:
         """Return the rows of `ids`, [T, D] float32.

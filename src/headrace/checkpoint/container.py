@@ -50,7 +50,7 @@ from headrace.checkpoint.records import (
     make_record_layout,
 )
 from headrace.checkpoint.safetensors import Header, TensorEntry, read_header
-from headrace.checkpoint.values import pack_range
+from headrace.checkpoint.values import bytes_checksum, pack_range
 from headrace.errors import CheckpointError, ConfigError
 
 VECTOR_ALIGNMENT = 64
@@ -166,6 +166,17 @@ class ContainerCheckpoint(Checkpoint):
             return open_rows(self.entries[name], tensor.format, resident=False)
         data = self.load_bytes(name).reshape(rows, -1)
         return EmbeddingTable(data, rows, cols, tensor.format)
+
+
+def check_bytes(data: Bytes, expected: int, what: str, path: Path, offset: int) -> None:
+    """Raise CheckpointError unless the bytes have the checksum that was stored for them."""
+    got = bytes_checksum(data)
+    if got != expected:
+        raise CheckpointError(
+            f"checksum differs: {what}, file {path}\n"
+            f"expected {expected:016x} for {data.nbytes} bytes at offset {offset}, got {got:016x}\n"
+            "hint: the file is damaged; convert the model again"
+        )
 
 
 def is_container(path: Path) -> bool:

@@ -96,6 +96,7 @@ class ExpertStore:
         num_slots: int,
         readers: ExpertConfig,
         history: History | None = None,
+        lock: bool = False,
     ) -> None:
         """Open the files and reserve the slots; memory becomes resident only as slots are filled.
 
@@ -105,11 +106,12 @@ class ExpertStore:
             readers: how to read.
             history: routed counts of earlier runs: they order evictions and warm free slots at
                 once, and this run's counts are added and saved on close.
+            lock: keep the slots from being swapped out.
 
         Raises:
             CheckpointError: a file is missing, or the table is inconsistent.
             ConfigError: an option is out of range.
-            MemoryBudgetError: the system refused the slots.
+            MemoryBudgetError: the system refused the slots, or to lock them.
         """
         num_records = len(table.layers) * table.num_experts
         self.table = table
@@ -135,6 +137,7 @@ class ExpertStore:
             read_ahead=readers.read_ahead,
             direct=readers.is_direct,
             half_life_tokens=float(readers.half_life_tokens),
+            lock=lock,
         )
         if history is not None and history.num_tokens > 0:
             self._native.set_frequencies(history.frequencies(float(readers.half_life_tokens)))

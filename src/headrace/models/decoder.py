@@ -63,14 +63,14 @@ class Decoder(ABC):
         yield from Head.parameters(spec)
 
     def __init__(
-        self, spec: ModelSpec, checkpoint: Checkpoint, embedding_resident: bool = True
+        self,
+        spec: ModelSpec,
+        checkpoint: Checkpoint,
+        embedding_resident: bool = True,
+        lock: bool = False,
     ) -> None:
-        """Check the checkpoint's tensors, then load the dense ones.
-
-        Raises:
-            CheckpointError: a tensor is missing, misshapen, damaged or belongs to no role.
-        """
-        weights = Weights(checkpoint, self.names)
+        """Check the checkpoint's tensors, then load the dense ones; see `registry.build_model`."""
+        weights = Weights(checkpoint, self.names, lock)
         weights.check(self.parameters(spec), spec)
         weights.read_ahead(self.parameters(spec), embedding_resident or spec.tie_word_embeddings)
         self.spec = spec

@@ -76,7 +76,11 @@ def check_weights(spec: ModelSpec, checkpoint: Checkpoint) -> None:
 
 
 def build_model(
-    spec: ModelSpec, checkpoint: Checkpoint, *, embedding_resident: bool = True
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    *,
+    embedding_resident: bool = True,
+    lock: bool = False,
 ) -> Decoder:
     """Check a checkpoint's tensors against `spec` and load the dense ones.
 
@@ -84,8 +88,10 @@ def build_model(
         spec: from `load_spec`.
         checkpoint: opened with `expert_names(spec)`.
         embedding_resident: keep the embedding table in memory; False reads its rows from the drive.
+        lock: keep the weights from being swapped out.
 
     Raises:
         CheckpointError: a tensor is missing, misshapen, damaged or belongs to no role.
+        MemoryBudgetError: the system refused the memory, or to lock it.
     """
-    return REGISTRY[spec.model_type](spec, checkpoint, embedding_resident)
+    return REGISTRY[spec.model_type](spec, checkpoint, embedding_resident, lock)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from headrace import ops
 from headrace.arrays import Float32
 from headrace.checkpoint import Checkpoint, EmbeddingTable, Matrix
 from headrace.errors import CheckpointError
@@ -23,11 +24,15 @@ class Parameter:
 
 
 class Weights:
-    """A checkpoint's dense tensors by role."""
+    """A checkpoint's dense tensors by role.
 
-    def __init__(self, checkpoint: Checkpoint, names: NameTable) -> None:
+    With `lock` what is loaded is kept from being swapped out.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, names: NameTable, lock: bool = False) -> None:
         self._checkpoint = checkpoint
         self._names = names
+        self._lock = lock
 
     def check(self, parameters: Iterable[Parameter], spec: ModelSpec) -> None:
         """Compare the checkpoint's headers with what the model needs, before anything is read.
@@ -111,11 +116,11 @@ class Weights:
 
     def matrix(self, role: str, layer: int | None = None) -> Matrix:
         """A matrix [N, K], packed as the checkpoint holds it."""
-        return self._checkpoint.load_matrix(self._names.name(role, layer))
+        return self._kept(self._checkpoint.load_matrix(self._names.name(role, layer)))
 
     def router(self, role: str, layer: int) -> Matrix:
         """A router's matrix [E, D], in float32 whatever the file holds."""
-        return self._checkpoint.load_matrix(self._names.name(role, layer), format="f32")
+        return self._kept(self._checkpoint.load_matrix(self._names.name(role, layer), format="f32"))
 
     def vector(self, role: str, layer: int | None = None) -> Float32:
         """A vector, in float32."""
@@ -123,7 +128,15 @@ class Weights:
 
     def embedding(self, role: str, resident: bool) -> EmbeddingTable:
         """An embedding table, in memory or read by row from the drive."""
-        return self._checkpoint.embedding(self._names.name(role), resident)
+        table = self._checkpoint.embedding(self._names.name(role), resident)
+        if self._lock and table.data is not None:
+            ops.lock_memory(table.data)
+        return table
+
+    def _kept(self, matrix: Matrix) -> Matrix:
+        if self._lock:
+            ops.lock_memory(matrix.data)
+        return matrix
 
 
 def _closest(name: str, present: Iterable[str]) -> str:

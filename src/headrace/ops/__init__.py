@@ -13,6 +13,7 @@ from headrace.ops.linear import linear, linears
 from headrace.ops.machine import (
     available_isas,
     isa,
+    lock_memory,
     num_threads,
     pool_bytes,
     pool_trim,
@@ -37,6 +38,7 @@ __all__ = [
     "kv_write",
     "linear",
     "linears",
+    "lock_memory",
     "log_softmax",
     "moe_ffn",
     "num_threads",

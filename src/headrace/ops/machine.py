@@ -5,6 +5,7 @@ of them changes a bit of any result.
 """
 
 from headrace import _core
+from headrace.arrays import Bytes
 
 
 def isa() -> str:
@@ -44,3 +45,15 @@ def pool_bytes() -> int:
 def pool_trim() -> None:
     """Give the free buffers of results back to the system."""
     _core.pool_trim()
+
+
+def lock_memory(data: Bytes) -> None:
+    """Keep the pages of an array from being swapped out, as long as it lives.
+
+    Args:
+        data: [n] uint8.
+
+    Raises:
+        MemoryBudgetError: the system does not allow so much; says its limit.
+    """
+    _core.lock_memory(data)
