@@ -92,9 +92,9 @@ def test_frequent_records_survive_a_scan(records: Records) -> None:
             read_all(store, 1, [0, 1, 2])
         for layer in (2, 5):
             read_all(store, layer, range(8))  # a prefill over other layers
-        before = store.stats()
+        before = store.counters()
         read_all(store, 1, [0, 1, 2])
-        assert store.stats().since(before).hits == 3
+        assert store.counters().since(before).hits == 3
 
 
 def test_many_records_may_be_kept_at_once(records: Records) -> None:
@@ -189,9 +189,9 @@ def test_prefetch_does_not_push_out_a_hotter_record(records: Records) -> None:
         store.prefetch(2, np.arange(8, dtype=np.int32))
         settle(store)
         assert store.stats().prefetch_bytes == 0
-        before = store.stats()
+        before = store.counters()
         read_all(store, 1, range(4))
-        assert store.stats().since(before).misses == 0
+        assert store.counters().since(before).misses == 0
 
 
 def test_a_demand_overtakes_and_joins_advice(records: Records, faults: Inject) -> None:
@@ -222,10 +222,10 @@ def test_warm_fills_free_slots_and_evicts_nothing(records: Records) -> None:
         stats = store.stats()
         assert stats.prefetch_bytes == 4 * store.record_bytes
         assert stats.evictions == 0
-        before = stats
+        before = store.counters()
         read_all(store, 2, range(4))
         read_all(store, 5, [0])
-        assert store.stats().since(before).misses == 0
+        assert store.counters().since(before).misses == 0
 
 
 # Faults

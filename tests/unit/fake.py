@@ -3,13 +3,13 @@
 A wrong page, position, chunk border or row order changes its output, as it would a real model's.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from headrace.errors import ExpertReadError
-from headrace.experts import StoreStats
+from headrace.experts import StepCounters
 
 
 class FakeKV:
@@ -28,15 +28,15 @@ class FakeStore:
     def __init__(self) -> None:
         self.requests = 0
 
-    def stats(self) -> StoreStats:
-        counted = {
-            "requests": self.requests,
-            "misses": self.requests,
-            "bytes_read": self.requests * self.record_bytes,
-            "read_mode": "direct",
-        }
-        return StoreStats(
-            **{counter.name: counted.get(counter.name, 0) for counter in fields(StoreStats)}
+    def counters(self) -> StepCounters:
+        return StepCounters(
+            requests=self.requests,
+            hits=0,
+            misses=self.requests,
+            bytes_read=self.requests * self.record_bytes,
+            prefetch_bytes=0,
+            stall_ns=0,
+            drive_busy_ns=0,
         )
 
 

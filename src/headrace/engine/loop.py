@@ -21,7 +21,7 @@ from headrace.engine.pages import PageTable
 from headrace.engine.scheduler import Part, Scheduler
 from headrace.engine.sequence import Sequence, State, Usage, Watcher
 from headrace.errors import ExpertReadError, NumericError, RequestError
-from headrace.experts import ExpertStore, StoreStats
+from headrace.experts import ExpertStore, StepCounters
 from headrace.state import PAGE_TOKENS, KVPool, StepRows
 
 _SMALL_STEP = 16  # rows whose buffers are too small to count
@@ -180,16 +180,16 @@ class EngineLoop:
         self._last_rows = num_rows
 
     def _rows(self, parts: list[Part]) -> StepRows:
-        starts = [(part.sequence.num_computed, part.num_tokens) for part in parts]
+        positions: list[int] = []
+        sequences: list[int] = []
         width = max(len(part.sequence.pages) for part in parts)
         table = np.zeros((len(parts), width), np.int32)
-        for row, part in zip(table, parts, strict=True):
-            row[: len(part.sequence.pages)] = part.sequence.pages
-        return StepRows(
-            positions=np.concatenate([np.arange(s, s + n, dtype=np.int32) for s, n in starts]),
-            sequences=np.repeat(np.arange(len(parts), dtype=np.int32), [n for _, n in starts]),
-            page_table=table,
-        )
+        for number, part in enumerate(parts):
+            first = part.sequence.num_computed
+            positions += range(first, first + part.num_tokens)
+            sequences += [number] * part.num_tokens
+            table[number, : len(part.sequence.pages)] = part.sequence.pages
+        return StepRows(np.array(positions, np.int32), np.array(sequences, np.int32), table)
 
     def _advance(self, part: Part, logits: Float32) -> None:
         """Take note of computed rows, then of what their logits say."""
@@ -259,18 +259,18 @@ class _Meter:
     def __init__(self, experts: ExpertStore | None, parts: list[Part]) -> None:
         self._experts = experts
         self._is_prefill = [(part.sequence.usage, part.sequence.is_prefilling) for part in parts]
-        self._before: StoreStats | None = None
+        self._before: StepCounters | None = None
         self._start = 0.0
 
     def __enter__(self) -> None:
-        self._before = self._experts.stats() if self._experts else None
+        self._before = self._experts.counters() if self._experts else None
         self._start = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
         seconds = time.perf_counter() - self._start
         used = None
         if self._experts is not None and self._before is not None:
-            used = self._experts.stats().since(self._before)
+            used = self._experts.counters().since(self._before)
         for usage, is_prefill in self._is_prefill:
             usage.steps += 1
             usage.shared_steps += len(self._is_prefill) > 1
@@ -282,7 +282,7 @@ class _Meter:
                 _add_counters(usage, is_prefill, used)
 
 
-def _add_counters(usage: Usage, is_prefill: bool, used: StoreStats) -> None:
+def _add_counters(usage: Usage, is_prefill: bool, used: StepCounters) -> None:
     usage.expert_requests += used.requests
     usage.expert_hits += used.hits
     usage.expert_misses += used.misses
