@@ -1,6 +1,7 @@
 #include "kernels/sample.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -44,44 +45,53 @@ bool is_before(const Candidate& a, const Candidate& b) {
 
 bool is_lower_id(const Candidate& a, const Candidate& b) { return a.id < b.id; }
 
-double sum_of(const std::vector<Candidate>& candidates) {
-  double sum = 0.0;
-  for (const Candidate& c : candidates) sum += static_cast<double>(c.p);
+// Probabilities are added as integers, so that no order of addition matters: 2^40 is the likeliest
+// token's weight, and a vocabulary of 2^22 tokens cannot overflow. What rounds to zero is never
+// drawn.
+constexpr float kOne = 0x1p40f;
+
+int64_t weight_of(const Candidate& c) { return static_cast<int64_t>(c.p * kOne); }
+
+int64_t sum_of(const std::vector<Candidate>& candidates) {
+  int64_t sum = 0;
+  for (const Candidate& c : candidates) sum += weight_of(c);
   return sum;
 }
 
-// The smallest prefix in descending order that reaches `wanted`; empty if all together do not.
-std::vector<Candidate> prefix_of(std::vector<Candidate> candidates, double wanted) {
-  const auto is_after = [](const Candidate& a, const Candidate& b) { return is_before(b, a); };
-  std::make_heap(candidates.begin(), candidates.end(), is_after);
-  std::vector<Candidate> kept;
-  double sum = 0.0;
-  while (sum < wanted || kept.empty()) {
-    if (candidates.empty()) return {};
-    std::pop_heap(candidates.begin(), candidates.end(), is_after);
-    kept.push_back(candidates.back());
-    candidates.pop_back();
-    sum += static_cast<double>(kept.back().p);
-  }
-  return kept;
-}
+// Where a probability stands: by its exponent and seven bits more, so that all up to 1 fit a table.
+size_t bucket_of(float p) { return std::bit_cast<uint32_t>(p) >> 16; }
+const size_t kNumBuckets = bucket_of(1.0f) + 1;
 
-// The smallest prefix in descending order that reaches top_p of the total, ascending by id.
-// Candidates below the mean of what may be left out cannot reach that sum together, so the prefix
-// lies among the others: a short list where the vocabulary is long.
-std::vector<Candidate> top_p_of(const std::vector<Candidate>& candidates, float top_p) {
-  const double total = sum_of(candidates);
-  const double wanted = static_cast<double>(top_p) * total;
-  const double least = (total - wanted) / static_cast<double>(candidates.size());
-  std::vector<Candidate> likely;
+// Keeps the smallest prefix in descending order that reaches top_p of the total. Sorts only the
+// bucket in which that prefix ends.
+void keep_top_p(std::vector<Candidate>& candidates, float top_p) {
+  const int64_t total = sum_of(candidates);
+  const int64_t wanted =
+      static_cast<int64_t>(std::ceil(static_cast<double>(top_p) * static_cast<double>(total)));
+  // What is below the mean of what may be left out cannot reach that sum together.
+  const int64_t least = (total - wanted) / static_cast<int64_t>(candidates.size());
+  std::erase_if(candidates, [&](const Candidate& c) { return weight_of(c) < least; });
+  std::vector<int64_t> sums(kNumBuckets, 0);
+  for (const Candidate& c : candidates) sums[bucket_of(c.p)] += weight_of(c);
+  int64_t sum = 0;
+  size_t bucket = kNumBuckets - 1;
+  while (bucket > 0 && sum + sums[bucket] < wanted) sum += sums[bucket--];
+
+  std::vector<Candidate> border;
   for (const Candidate& c : candidates) {
-    if (static_cast<double>(c.p) >= least) likely.push_back(c);
+    if (bucket_of(c.p) == bucket) border.push_back(c);
   }
-  std::vector<Candidate> kept = prefix_of(std::move(likely), wanted);
-  if (kept.empty()) kept = prefix_of(candidates, wanted);  // a matter of rounding
-  if (kept.empty()) kept = candidates;
-  std::sort(kept.begin(), kept.end(), is_lower_id);
-  return kept;
+  if (!std::is_sorted(border.begin(), border.end(), is_before)) {  // all equal: already by id
+    std::sort(border.begin(), border.end(), is_before);
+  }
+  size_t end = 0;
+  while (end < border.size() && sum < wanted) sum += weight_of(border[end++]);
+  if (end == border.size()) {
+    std::erase_if(candidates, [&](const Candidate& c) { return bucket_of(c.p) < bucket; });
+    return;
+  }
+  const Candidate first_out = border[end];
+  std::erase_if(candidates, [&](const Candidate& c) { return !is_before(c, first_out); });
 }
 
 // The k first in descending order, ascending by id. One pass: most of a vocabulary fails the
@@ -108,12 +118,13 @@ std::vector<Candidate> all_of(const float* p, int32_t vocab) {
 }
 
 int32_t draw(const std::vector<Candidate>& candidates, double u) {
-  const double target = u * sum_of(candidates);
-  double sum = 0.0;
+  const int64_t target = static_cast<int64_t>(u * static_cast<double>(sum_of(candidates)));
+  int64_t sum = 0;
   int32_t last = candidates.front().id;
   for (const Candidate& c : candidates) {
-    if (c.p == 0.0f) continue;
-    sum += static_cast<double>(c.p);
+    const int64_t weight = weight_of(c);
+    if (weight == 0) continue;
+    sum += weight;
     last = c.id;
     if (sum > target) break;
   }
@@ -141,7 +152,7 @@ int32_t sample(const float* logits, int32_t vocab, const SampleParams& params) {
   if (params.min_p > 0.0f) {  // the most likely token has p = 1 exactly
     std::erase_if(candidates, [&](const Candidate& c) { return c.p < params.min_p; });
   }
-  if (params.top_p < 1.0f) candidates = top_p_of(candidates, params.top_p);
+  if (params.top_p < 1.0f) keep_top_p(candidates, params.top_p);
   return draw(candidates, uniform(params.seed, params.position));
 }
 

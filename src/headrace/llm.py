@@ -32,7 +32,7 @@ from headrace.engine.loop import EngineLoop
 from headrace.engine.sequence import Sequence as TokenSequence
 from headrace.engine.sequence import State, TokenLogprob
 from headrace.errors import CheckpointError, ConfigError, RequestError
-from headrace.experts import ExpertStore, History
+from headrace.experts import ExpertStore, History, StoreStats
 from headrace.experts.history import default_path
 from headrace.experts.reading import observe_run, resolve_reading
 from headrace.inspect import open_model
@@ -428,12 +428,18 @@ class LLM:
                 self._closed = True
                 if self.store is not None:
                     self.store.close()
-                    stats = self.store.stats()
-                    observe_run(
-                        self._reading,
-                        bytes_read=stats.bytes_read + stats.prefetch_bytes,
-                        busy_s=stats.drive_busy_ns / 1e9,
-                    )
+                    self._judge_the_drive(self.store.stats())
+
+    def _judge_the_drive(self, stats: StoreStats) -> None:
+        """Tell what remembers how to read this drive how fast it was, but for a model read whole:
+        that goes into memory never touched before, which some hosts give more slowly than a drive.
+        """
+        if not self.plan.is_resident:
+            observe_run(
+                self._reading,
+                bytes_read=stats.bytes_read + stats.prefetch_bytes,
+                busy_s=stats.drive_busy_ns / 1e9,
+            )
 
     def __enter__(self) -> Self:
         return self

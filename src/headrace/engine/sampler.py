@@ -63,11 +63,11 @@ def _penalised(sequence: Sequence, logits: Float32) -> Float32:
     params = sequence.params
     if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1, 0, 0):
         return logits
-    ids = sorted(sequence.seen)
+    seen = sequence.seen
     return ops.apply_penalties(
         logits,
-        np.array(ids, np.int32),
-        np.array([sequence.output_counts[i] for i in ids], np.int32),
+        np.fromiter(seen.keys(), np.int32, len(seen)),
+        np.fromiter(seen.values(), np.int32, len(seen)),
         repetition=params.repetition_penalty,
         presence=params.presence_penalty,
         frequency=params.frequency_penalty,

@@ -4,7 +4,7 @@ Changed by the engine loop only; front ends read `events` and `finish_reason`.
 """
 
 import enum
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -85,11 +85,10 @@ class Sequence:
     finish_reason: str | None = None
     error: Exception | None = None
     usage: Usage = field(default_factory=Usage)
-    output_counts: Counter[int] = field(default_factory=Counter)
-    seen: set[int] = field(default_factory=set)
+    seen: dict[int, int] = field(default_factory=dict)  # id -> how often it was generated
 
     def __post_init__(self) -> None:
-        self.seen.update(self.tokens)
+        self.seen.update(dict.fromkeys(self.tokens, 0))
 
     @property
     def num_pending(self) -> int:
@@ -109,8 +108,7 @@ class Sequence:
     def append(self, event: TokenEvent) -> None:
         """Add a generated token and decide whether it was the last."""
         self.tokens.append(event.id)
-        self.seen.add(event.id)
-        self.output_counts[event.id] += 1
+        self.seen[event.id] = self.seen.get(event.id, 0) + 1
         self.events.append(event)
         is_end = event.id in self.stop_ids
         if is_end or (self.watch is not None and self.watch(event.id)):

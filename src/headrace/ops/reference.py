@@ -365,15 +365,15 @@ def sample(
         kept = np.sort(np.argsort(-p, kind="stable")[:top_k])
     if min_p > 0:
         kept = kept[p[kept] >= np.float32(min_p)]
+    weight = (p.astype(np.float64) * 2.0**40).astype(np.int64)
     if top_p < 1:
         descending = kept[np.argsort(-p[kept], kind="stable")]
-        total = np.cumsum(p[kept].astype(np.float64))[-1]
-        sums = np.cumsum(p[descending].astype(np.float64))
-        enough = np.flatnonzero(sums >= float(np.float32(top_p)) * total)
-        kept = np.sort(descending[: enough[0] + 1] if enough.size else descending)
-    kept = kept[p[kept] > 0]
-    sums = np.cumsum(p[kept].astype(np.float64))
-    beyond = np.flatnonzero(sums > uniform(seed, position) * sums[-1])
+        sums = np.cumsum(weight[descending])
+        wanted = np.ceil(float(np.float32(top_p)) * float(sums[-1]))
+        kept = np.sort(descending[: np.flatnonzero(sums >= wanted)[0] + 1])
+    kept = kept[weight[kept] > 0]
+    sums = np.cumsum(weight[kept])
+    beyond = np.flatnonzero(sums > int(uniform(seed, position) * float(sums[-1])))
     return int(kept[beyond[0]] if beyond.size else kept[-1])
 
 

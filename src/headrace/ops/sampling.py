@@ -18,8 +18,9 @@ def sample(
 
     p = exp((logit - max) / temperature). top_k keeps the k largest, min_p those with p at least
     min_p times the largest, top_p the smallest set of the largest that reaches top_p of what is
-    left. The draw walks what is kept in ascending id with float64 sums. Its random number is a
-    function of (seed, position) alone, so a token does not depend on what else runs.
+    left. Sums are exact: of p * 2**40 cut to integers. The draw walks what is kept in ascending id.
+    Its random number is a function of (seed, position) alone, so a token does not depend on what
+    else runs.
 
     Args:
         logits: [V] float32; -inf marks a forbidden token.
