@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <span>
 #include <vector>
 
 #include "base/array_pool.h"
@@ -52,7 +53,21 @@ constexpr float kOne = 0x1p40f;
 
 int64_t weight_of(const Candidate& c) { return static_cast<int64_t>(c.p * kOne); }
 
-int64_t sum_of(const std::vector<Candidate>& candidates) {
+// In buffers of the pool: a fresh vector of a vocabulary's size would fault in its pages each time.
+using Candidates = std::span<Candidate>;
+
+// Moves what is kept to the front. Without a branch: which ones stay is as good as random.
+template <class Predicate>
+Candidates keep_if(Candidates candidates, Predicate is_kept) {
+  size_t count = 0;
+  for (const Candidate c : candidates) {
+    candidates[count] = c;
+    count += is_kept(c) ? 1 : 0;
+  }
+  return candidates.first(count);
+}
+
+int64_t sum_of(Candidates candidates) {
   int64_t sum = 0;
   for (const Candidate& c : candidates) sum += weight_of(c);
   return sum;
@@ -64,42 +79,40 @@ const size_t kNumBuckets = bucket_of(1.0f) + 1;
 
 // Keeps the smallest prefix in descending order that reaches top_p of the total. Sorts only the
 // bucket in which that prefix ends.
-void keep_top_p(std::vector<Candidate>& candidates, float top_p) {
+Candidates keep_top_p(Candidates candidates, float top_p) {
   const int64_t total = sum_of(candidates);
   const int64_t wanted =
       static_cast<int64_t>(std::ceil(static_cast<double>(top_p) * static_cast<double>(total)));
   // What is below the mean of what may be left out cannot reach that sum together.
   const int64_t least = (total - wanted) / static_cast<int64_t>(candidates.size());
-  std::erase_if(candidates, [&](const Candidate& c) { return weight_of(c) < least; });
+  candidates = keep_if(candidates, [&](const Candidate& c) { return weight_of(c) >= least; });
   std::vector<int64_t> sums(kNumBuckets, 0);
   for (const Candidate& c : candidates) sums[bucket_of(c.p)] += weight_of(c);
   int64_t sum = 0;
   size_t bucket = kNumBuckets - 1;
   while (bucket > 0 && sum + sums[bucket] < wanted) sum += sums[bucket--];
 
-  std::vector<Candidate> border;
-  for (const Candidate& c : candidates) {
-    if (bucket_of(c.p) == bucket) border.push_back(c);
-  }
+  PoolBuffer<Candidate> copy(static_cast<int64_t>(candidates.size()));
+  std::copy(candidates.begin(), candidates.end(), copy.get());
+  const Candidates border = keep_if({copy.get(), candidates.size()},
+                                    [&](const Candidate& c) { return bucket_of(c.p) == bucket; });
   if (!std::is_sorted(border.begin(), border.end(), is_before)) {  // all equal: already by id
     std::sort(border.begin(), border.end(), is_before);
   }
   size_t end = 0;
   while (end < border.size() && sum < wanted) sum += weight_of(border[end++]);
   if (end == border.size()) {
-    std::erase_if(candidates, [&](const Candidate& c) { return bucket_of(c.p) < bucket; });
-    return;
+    return keep_if(candidates, [&](const Candidate& c) { return bucket_of(c.p) >= bucket; });
   }
   const Candidate first_out = border[end];
-  std::erase_if(candidates, [&](const Candidate& c) { return !is_before(c, first_out); });
+  return keep_if(candidates, [&](const Candidate& c) { return is_before(c, first_out); });
 }
 
 // The k first in descending order, ascending by id. One pass: most of a vocabulary fails the
 // comparison with the least of those kept.
-std::vector<Candidate> top_k_of(const float* p, int32_t vocab, int32_t k) {
-  std::vector<Candidate> kept;
-  kept.reserve(static_cast<size_t>(k));
-  for (int32_t i = 0; i < k; ++i) kept.push_back({p[i], i});
+Candidates top_k_of(const float* p, int32_t vocab, int32_t k, Candidate* place) {
+  const Candidates kept{place, static_cast<size_t>(k)};
+  for (int32_t i = 0; i < k; ++i) kept[static_cast<size_t>(i)] = {p[i], i};
   std::make_heap(kept.begin(), kept.end(), is_before);  // the last of the order in front
   for (int32_t i = k; i < vocab; ++i) {
     if (!(p[i] > kept.front().p)) continue;  // an equal one has a lower id
@@ -111,13 +124,12 @@ std::vector<Candidate> top_k_of(const float* p, int32_t vocab, int32_t k) {
   return kept;
 }
 
-std::vector<Candidate> all_of(const float* p, int32_t vocab) {
-  std::vector<Candidate> candidates(static_cast<size_t>(vocab));
-  for (int32_t i = 0; i < vocab; ++i) candidates[static_cast<size_t>(i)] = {p[i], i};
-  return candidates;
+Candidates all_of(const float* p, int32_t vocab, Candidate* place) {
+  for (int32_t i = 0; i < vocab; ++i) place[i] = {p[i], i};
+  return {place, static_cast<size_t>(vocab)};
 }
 
-int32_t draw(const std::vector<Candidate>& candidates, double u) {
+int32_t draw(Candidates candidates, double u) {
   const int64_t target = static_cast<int64_t>(u * static_cast<double>(sum_of(candidates)));
   int64_t sum = 0;
   int32_t last = candidates.front().id;
@@ -146,14 +158,15 @@ int32_t sample(const float* logits, int32_t vocab, const SampleParams& params) {
   }
   PoolBuffer<float> p(vocab);
   table.exp_sum(logits, maximum, params.temperature, vocab, p.get());
+  PoolBuffer<Candidate> place(vocab);
   const bool is_cut = params.top_k > 0 && params.top_k < vocab;
-  std::vector<Candidate> candidates =
-      is_cut ? top_k_of(p.get(), vocab, params.top_k) : all_of(p.get(), vocab);
+  Candidates kept = is_cut ? top_k_of(p.get(), vocab, params.top_k, place.get())
+                           : all_of(p.get(), vocab, place.get());
   if (params.min_p > 0.0f) {  // the most likely token has p = 1 exactly
-    std::erase_if(candidates, [&](const Candidate& c) { return c.p < params.min_p; });
+    kept = keep_if(kept, [&](const Candidate& c) { return c.p >= params.min_p; });
   }
-  if (params.top_p < 1.0f) keep_top_p(candidates, params.top_p);
-  return draw(candidates, uniform(params.seed, params.position));
+  if (params.top_p < 1.0f) kept = keep_top_p(kept, params.top_p);
+  return draw(kept, uniform(params.seed, params.position));
 }
 
 void log_softmax(ThreadPool& pool, const float* logits, int32_t num_rows, int32_t vocab,

@@ -42,6 +42,18 @@ def test_equals_reference(everywhere: Everywhere, rng: np.random.Generator, para
         assert got == expected
 
 
+@pytest.mark.parametrize("spread", [0.0, 1e-6, 0.1, 3.0, 30.0])
+@pytest.mark.parametrize("top_p", [1e-6, 0.5, 0.95, 0.9999999])
+def test_the_border_of_top_p_is_exact_however_many_tokens_lie_at_it(
+    rng: np.random.Generator, spread: float, top_p: float
+) -> None:
+    logits = (rng.standard_normal(20_011) * spread).astype(np.float32)
+    params = PLAIN | {"top_p": top_p, "min_p": 0.001}
+    for position in range(4):
+        got = ops.sample(logits, **params, seed=3, position=position)
+        assert got == reference.sample(logits, **params, seed=3, position=position)
+
+
 def test_greedy_takes_the_lower_of_equal_ids() -> None:
     logits = np.array([1, 3, 2, 3, 3], np.float32)
     assert ops.sample(logits, **PLAIN | {"temperature": 0.0}, seed=0, position=0) == 1
