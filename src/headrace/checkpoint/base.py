@@ -16,7 +16,7 @@ from headrace import _core
 from headrace.arrays import Bytes, Float32, Int32
 from headrace.checkpoint.jsonfile import read_object
 from headrace.checkpoint.records import RecordTable
-from headrace.errors import CheckpointError, NumericError, RequestError
+from headrace.errors import CheckpointError, NumericError, RequestError, ShapeError
 
 Matrix: TypeAlias = _core.Matrix
 CONFIG_NAME = "config.json"
@@ -78,7 +78,9 @@ class EmbeddingTable:
             cols: D.
             format: of the row-major values.
         """
-        self._source = source
+        self._source: Any = source
+        if isinstance(source, np.ndarray):
+            self._source = source.view(NUMPY_TYPES[format])
         self.shape = (rows, cols)
         self.format = format
 
@@ -92,7 +94,9 @@ class EmbeddingTable:
         """The bytes of a table in memory, [n] uint8; None if it is not."""
         if isinstance(self._source, _core.RowReader):
             return None
-        return self._source.data if isinstance(self._source, _core.Matrix) else self._source.ravel()
+        is_packed = isinstance(self._source, _core.Matrix)
+        data: Bytes = self._source.data if is_packed else self._source.reshape(-1).view(np.uint8)
+        return data
 
     @property
     def nbytes(self) -> int:
@@ -107,24 +111,33 @@ class EmbeddingTable:
             NumericError: a row read from the drive holds a NaN or infinity; resident tables were
                 searched when they were loaded.
         """
+        rows = self._source
+        if isinstance(rows, _core.RowReader):
+            self._require_known(ids)
+            return self._read(rows, ids)
+        look_up = _core.embedding_packed if isinstance(rows, _core.Matrix) else _core.embedding_rows
+        try:
+            return look_up(ids, rows)
+        except ShapeError:
+            self._require_known(ids)
+            raise
+
+    def _read(self, reader: "_core.RowReader", ids: Int32) -> Float32:
+        wide = to_float32(reader.read(np.ascontiguousarray(ids, np.int32)), self.format)
+        bad = np.flatnonzero(~np.isfinite(wide).all(axis=1))
+        if len(bad):
+            raise NumericError(
+                f"embedding of token {ids[bad[0]]} is not finite\n"
+                "expected finite values only, got a NaN or infinity"
+            )
+        return wide
+
+    def _require_known(self, ids: Int32) -> None:
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self.shape[0]):
             raise RequestError(
                 f"token id is outside the vocabulary\nexpected 0..{self.shape[0] - 1}, "
                 f"got {int(ids.min())}..{int(ids.max())}"
             )
-        if isinstance(self._source, _core.Matrix):
-            return _core.embedding_packed(np.ascontiguousarray(ids, np.int32), self._source)
-        if isinstance(self._source, _core.RowReader):
-            wide = to_float32(self._source.read(np.ascontiguousarray(ids, np.int32)), self.format)
-            bad = np.flatnonzero(~np.isfinite(wide).all(axis=1))
-            if len(bad):
-                raise NumericError(
-                    f"embedding of token {ids[bad[0]]} is not finite\n"
-                    "expected finite values only, got a NaN or infinity"
-                )
-            return wide
-        rows: Bytes = self._source[ids]
-        return to_float32(rows, self.format)
 
 
 class Checkpoint(ABC):
