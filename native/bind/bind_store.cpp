@@ -291,16 +291,17 @@ void bind_expert_store(nb::module_& m) {
                        const Table<int64_t, 3>& offset, const Table<int64_t, 3>& length,
                        const std::optional<Table<uint64_t, 2>>& checksum, bool in_place,
                        int32_t num_slots, int32_t num_readers, int64_t block_bytes,
-                       int32_t read_ahead, bool direct, double half_life_tokens, bool lock) {
-             return open_store(
-                 std::move(files), std::move(layers), num_experts, gate, up, down, record_bytes,
-                 file, offset, length, checksum, in_place,
-                 {num_slots, num_readers, block_bytes, read_ahead, direct, half_life_tokens, lock});
+                       int32_t read_ahead, bool direct, double half_life_tokens, bool lock,
+                       const std::string& policy) {
+             return open_store(std::move(files), std::move(layers), num_experts, gate, up, down,
+                               record_bytes, file, offset, length, checksum, in_place,
+                               {num_slots, num_readers, block_bytes, read_ahead, direct,
+                                half_life_tokens, lock, store::parse_policy(policy)});
            }),
            nb::kw_only(), "files"_a, "layers"_a, "num_experts"_a, "gate"_a, "up"_a, "down"_a,
            "record_bytes"_a, "file"_a, "offset"_a, "length"_a, "checksum"_a.none(), "in_place"_a,
            "num_slots"_a, "num_readers"_a, "block_bytes"_a, "read_ahead"_a, "direct"_a,
-           "half_life_tokens"_a, "lock"_a = false)
+           "half_life_tokens"_a, "lock"_a, "policy"_a)
       .def(
           "acquire",
           [](ExpertStore& store, int32_t layer, const Table<int32_t, 2>& ids) {
@@ -339,6 +340,23 @@ void bind_expert_store(nb::module_& m) {
              return to_numpy(
                  store.routed_counts(),
                  {store.table().layers.size(), static_cast<size_t>(store.table().num_experts)});
+           })
+      .def("start_trace", &ExpertStore::start_trace,
+           "Collect every routed id from now on; take_trace empties what was collected.")
+      .def(
+          "trace_step",
+          [](ExpertStore& store, const std::vector<std::tuple<uint64_t, int32_t, bool>>& parts) {
+            std::vector<store::TracePart> rows;
+            for (const auto& [sequence, num_tokens, is_prefill] : parts) {
+              rows.push_back({sequence, num_tokens, is_prefill});
+            }
+            store.trace_step(rows);
+          },
+          "parts"_a, "Announce a step: (sequence, tokens, is prefill) in the order of its rows.")
+      .def("take_trace",
+           [](ExpertStore& store) {
+             const std::vector<std::byte> bytes = store.take_trace();
+             return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
            })
       .def_prop_ro("num_routed_tokens", &ExpertStore::num_routed_tokens)
       .def("resize", &ExpertStore::resize, "num_slots"_a, nb::call_guard<nb::gil_scoped_release>())

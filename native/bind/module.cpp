@@ -49,4 +49,5 @@ NB_MODULE(_core, m) {
   headrace::bind_measure(m);
   headrace::bind_store(m);
   headrace::bind_probe(m);
+  headrace::bind_trace(m);
 }

@@ -47,8 +47,9 @@ ExpertStore::ExpertStore(RecordTable table, const Options& options)
       options_(options),
       memory_(table_.layout.record_bytes * options.num_slots),
       slots_(at(options.num_slots)),
-      policy_(static_cast<int32_t>(table_.layers.size()) * table_.num_experts,
-              options.half_life_tokens),
+      policy_(Policy::make(options.policy,
+                           {static_cast<int32_t>(table_.layers.size()), table_.num_experts,
+                            options.num_slots, options.half_life_tokens})),
       scratch_(at(table_.num_experts), 0) {
   if (options.lock) memory_.lock();
   for (const std::string& path : table_.files) {
@@ -143,7 +144,7 @@ std::unique_ptr<Lease> ExpertStore::acquire(int32_t layer, std::span<const int32
     item.is_miss = true;
     ++stats_.misses;
   }
-  route_locked(row, scratch_, num_tokens);
+  route_locked({row, ids, scratch_, num_tokens});
   if (!prefetch_.empty()) {
     const int32_t first = row * table_.num_experts;
     std::erase_if(prefetch_, [&](int32_t record) {
@@ -154,20 +155,12 @@ std::unique_ptr<Lease> ExpertStore::acquire(int32_t layer, std::span<const int32
   return lease;
 }
 
-// A step runs the layers in ascending order, so a row that does not ascend begins the next step.
-void ExpertStore::route_locked(int32_t row, std::span<const int32_t> num_tokens,
-                               int32_t step_tokens) {
-  if (row <= last_row_ || last_row_ < 0) {
-    policy_.begin_step(step_tokens);
-    num_routed_tokens_ += step_tokens;
-  }
-  last_row_ = row;
-  for (int32_t expert = 0; expert < table_.num_experts; ++expert) {
-    const int32_t tokens = num_tokens[at(expert)];
-    if (tokens == 0) continue;
-    const int32_t record = row * table_.num_experts + expert;
-    policy_.route(record, tokens);
-    routed_counts_[at(record)] += tokens;
+void ExpertStore::route_locked(const Visit& visit) {
+  if (policy_->visit(visit)) num_routed_tokens_ += visit.step_tokens;
+  if (trace_) trace_->visit(visit.row, visit.ids, visit.step_tokens);
+  const size_t first = at(visit.row) * at(table_.num_experts);
+  for (size_t expert = 0; expert < visit.num_tokens.size(); ++expert) {
+    routed_counts_[first + expert] += visit.num_tokens[expert];
   }
 }
 
@@ -352,7 +345,7 @@ void ExpertStore::release(Lease& lease) {
 
 void ExpertStore::pin_locked(int32_t slot) {
   Slot& pinned = slots_[at(slot)];
-  if (pinned.pins++ == 0 && pinned.state == SlotState::Ready) policy_.remove(pinned.record);
+  if (pinned.pins++ == 0 && pinned.state == SlotState::Ready) policy_->remove(pinned.record);
 }
 
 void ExpertStore::unpin_locked(int32_t slot) {
@@ -360,7 +353,7 @@ void ExpertStore::unpin_locked(int32_t slot) {
   if (--left.pins > 0) return;
   if (left.state != SlotState::Ready)
     return;  // loading: it joins the candidates when its read ends
-  policy_.insert(left.record);
+  policy_->insert(left.record);
   changed_.notify_all();
 }
 
@@ -377,9 +370,9 @@ void ExpertStore::free_slot_locked(int32_t slot) {
 // is not hotter. -1 if there is none.
 int32_t ExpertStore::take_slot_locked(int32_t colder_than) {
   if (free_.empty()) {
-    const int32_t victim = policy_.victim();
+    const int32_t victim = policy_->victim();
     const bool may_evict =
-        victim >= 0 && (colder_than < 0 || !policy_.is_hotter(victim, colder_than));
+        victim >= 0 && (colder_than < 0 || !policy_->is_hotter(victim, colder_than));
     if (may_evict)
       evict_locked();
     else
@@ -396,8 +389,8 @@ int32_t ExpertStore::pop_free_locked() {
 }
 
 void ExpertStore::evict_locked() {
-  const int32_t victim = policy_.victim();
-  policy_.remove(victim);
+  const int32_t victim = policy_->victim();
+  policy_->evict(victim);
   free_slot_locked(slot_of_[at(victim)]);
   ++stats_.evictions;
 }
@@ -453,7 +446,7 @@ void ExpertStore::start_load_locked(int32_t record, int32_t slot, io::Priority p
   if (fault::is_armed() && fault::take(fault::Kind::StaleSlot, files_[at(part.file)]->path(),
                                        part.offset, part.length)) [[unlikely]] {
     target.state = SlotState::Ready;  // the planted bug: whatever the slot held before
-    policy_.insert(record);           // pinned next if it was demanded
+    policy_->insert(record);          // pinned next if it was demanded
     count_bytes_locked(record, priority, table_.layout.record_bytes);
     return;
   }
@@ -477,7 +470,7 @@ void ExpertStore::loaded(Load& load, std::string error, int64_t bytes_read) {
   if (error.empty()) {
     slot.state = SlotState::Ready;
     count_bytes_locked(load.record(), load.priority(), bytes_read);
-    if (slot.pins == 0) policy_.insert(load.record());
+    if (slot.pins == 0) policy_->insert(load.record());
   } else {
     ++stats_.failed_reads;
     fail_leases_locked(load.slot(), error);
@@ -547,8 +540,8 @@ void ExpertStore::pump_advice_locked() {
 
 int32_t ExpertStore::slot_for_advice_locked(int32_t record, bool may_evict) {
   if (free_.empty() && may_evict) {
-    const int32_t victim = policy_.victim();
-    if (victim >= 0 && policy_.is_hotter(record, victim)) evict_locked();
+    const int32_t victim = policy_->victim();
+    if (victim >= 0 && policy_->is_hotter(record, victim)) evict_locked();
   }
   return pop_free_locked();
 }
@@ -557,7 +550,7 @@ int32_t ExpertStore::slot_for_advice_locked(int32_t record, bool may_evict) {
 
 std::vector<double> ExpertStore::frequencies() const {
   const std::scoped_lock lock(mutex_);
-  return policy_.frequencies();
+  return policy_->frequencies();
 }
 
 void ExpertStore::set_frequencies(std::span<const double> frequencies) {
@@ -566,7 +559,7 @@ void ExpertStore::set_frequencies(std::span<const double> frequencies) {
                                       " frequencies, got " + std::to_string(frequencies.size()));
   }
   const std::scoped_lock lock(mutex_);
-  policy_.set_frequencies(frequencies);
+  policy_->set_frequencies(frequencies);
 }
 
 std::vector<int64_t> ExpertStore::routed_counts() const {
@@ -577,6 +570,21 @@ std::vector<int64_t> ExpertStore::routed_counts() const {
 int64_t ExpertStore::num_routed_tokens() const {
   const std::scoped_lock lock(mutex_);
   return num_routed_tokens_;
+}
+
+void ExpertStore::start_trace() {
+  const std::scoped_lock lock(mutex_);
+  if (!trace_) trace_ = std::make_unique<TraceBuffer>(table_.num_experts);
+}
+
+void ExpertStore::trace_step(std::span<const TracePart> parts) {
+  const std::scoped_lock lock(mutex_);
+  if (trace_) trace_->step(parts);
+}
+
+std::vector<std::byte> ExpertStore::take_trace() {
+  const std::scoped_lock lock(mutex_);
+  return trace_ ? trace_->take() : std::vector<std::byte>();
 }
 
 Stats ExpertStore::stats() const {
@@ -618,7 +626,7 @@ std::string ExpertStore::debug_check() const {
     }
     if ((slot.load != nullptr) != (slot.state == SlotState::Loading)) return name + "load lost";
     const bool is_candidate = slot.state == SlotState::Ready && slot.pins == 0;
-    if (has_record && policy_.contains(slot.record) != is_candidate) {
+    if (has_record && policy_->contains(slot.record) != is_candidate) {
       return name + "is wrongly a candidate for eviction, or wrongly none";
     }
     num_free += slot.state == SlotState::Free ? 1 : 0;
@@ -633,10 +641,10 @@ std::string ExpertStore::debug_check() const {
     if (slot >= 0 && slots_[at(slot)].record != static_cast<int32_t>(record)) {
       return "record " + std::to_string(record) + " points to a slot that holds another";
     }
-    if (slot < 0 && policy_.contains(static_cast<int32_t>(record)))
+    if (slot < 0 && policy_->contains(static_cast<int32_t>(record)))
       return "a candidate has no slot";
   }
-  if (!policy_.is_consistent()) return "the eviction heap is out of order";
+  if (!policy_->is_consistent()) return "the eviction heap is out of order";
   if (stats_.hits + stats_.misses != stats_.requests) return "hits + misses != requests";
   return "";
 }

@@ -29,6 +29,7 @@
 #include "io/memory.h"
 #include "io/read_pool.h"
 #include "store/policy.h"
+#include "store/trace.h"
 
 namespace headrace::store {
 
@@ -65,6 +66,7 @@ struct Options {
   bool direct = true;
   double half_life_tokens = 32.0;
   bool lock = false;  // slots are never swapped out
+  PolicyKind policy = PolicyKind::Frequency;
 };
 
 struct Stats {
@@ -160,6 +162,12 @@ class ExpertStore : public std::enable_shared_from_this<ExpertStore> {
   std::vector<int64_t> routed_counts() const;
   int64_t num_routed_tokens() const;
 
+  // Writes every routed id into a buffer from now on; take_trace empties it. A step is announced by
+  // who knows whose rows it computes.
+  void start_trace();
+  void trace_step(std::span<const TracePart> parts);
+  std::vector<std::byte> take_trace();
+
   // Changes the number of slots, at most the number opened with. Shrinking evicts unpinned records
   // and returns their memory to the system. Returns the number reached: pinned slots stay.
   int32_t resize(int32_t num_slots);
@@ -199,7 +207,7 @@ class ExpertStore : public std::enable_shared_from_this<ExpertStore> {
   void fail_leases_locked(int32_t slot, const std::string& error);
   void loaded(Load& load, std::string error, int64_t bytes_read);
 
-  void route_locked(int32_t row, std::span<const int32_t> num_tokens, int32_t step_tokens);
+  void route_locked(const Visit& visit);
   bool hold_locked(Lease::Item& item);
   bool issue_locked(Lease& lease);
   bool steal_locked();
@@ -235,12 +243,12 @@ class ExpertStore : public std::enable_shared_from_this<ExpertStore> {
   std::deque<int32_t> prefetch_;  // advised records not started yet
   std::deque<int32_t> warm_;
   std::vector<Lease*> leases_;
-  Policy policy_;
+  std::unique_ptr<Policy> policy_;
+  std::unique_ptr<TraceBuffer> trace_;  // none unless somebody wants a trace
   std::vector<int64_t> routed_counts_;
   std::vector<bool> was_read_;
   std::vector<int32_t> scratch_;  // tokens per expert in acquire
   int64_t num_routed_tokens_ = 0;
-  int32_t last_row_ = -1;
   bool is_closed_ = false;    // nothing is ordered any more
   bool has_stopped_ = false;  // and nothing is in flight
   Stats stats_;

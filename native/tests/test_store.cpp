@@ -1,106 +1,18 @@
-// The eviction policy against a plain rule, and the store under many threads, few slots and faults.
+// The store under many threads, few slots and faults.
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstring>
-#include <map>
 #include <thread>
 
 #include "check.h"
 #include "io/checksum.h"
 #include "io/fault.h"
 #include "store/expert_store.h"
-#include "store/policy.h"
 
 using namespace headrace;
 using test::check;
 
 namespace {
-
-// Policy
-
-void test_policy_against_a_plain_rule() {
-  constexpr int32_t kRecords = 40;
-  constexpr double kHalfLife = 8.0;
-  std::mt19937 random(5);
-  const auto pick = [&](int32_t limit) {
-    return static_cast<int32_t>(random() % static_cast<uint32_t>(limit));
-  };
-  store::Policy policy(kRecords, kHalfLife);
-  std::vector<double> score(kRecords, 0.0);
-  std::vector<int64_t> last_use(kRecords, 0);
-  std::vector<bool> is_candidate(kRecords, false);
-  int64_t tick = 0;
-  double weight = 1.0;
-  for (int step = 0; step < 20'000; ++step) {
-    const int32_t record = pick(kRecords);
-    switch (pick(4)) {
-      case 0: {
-        const int32_t tokens = 1 + pick(20);
-        policy.begin_step(tokens);
-        const double decay = std::exp2(-std::min(tokens / kHalfLife, 1.0));
-        for (double& value : score) value *= decay;
-        weight = 0.0;  // the mean over the step's tokens
-        for (int32_t age = 0; age < tokens; ++age) weight += std::exp2(-age / kHalfLife) / tokens;
-        break;
-      }
-      case 1: {
-        const double tokens = 1 + pick(4);
-        policy.route(record, tokens);
-        score[static_cast<size_t>(record)] += tokens * weight;
-        last_use[static_cast<size_t>(record)] = ++tick;
-        break;
-      }
-      default:
-        if (is_candidate[static_cast<size_t>(record)])
-          policy.remove(record);
-        else
-          policy.insert(record);
-        is_candidate[static_cast<size_t>(record)].flip();
-    }
-    const int32_t victim = policy.victim();
-    int32_t coldest = -1;
-    for (int32_t other = 0; other < kRecords; ++other) {
-      if (!is_candidate[static_cast<size_t>(other)]) continue;
-      if (coldest < 0 || score[static_cast<size_t>(other)] < score[static_cast<size_t>(coldest)])
-        coldest = other;
-    }
-    check((victim < 0) == (coldest < 0));
-    if (victim < 0) continue;
-    const double got = score[static_cast<size_t>(victim)];
-    const double least = score[static_cast<size_t>(coldest)];
-    check(got <= least * (1 + 1e-9) + 1e-300, "the victim is not the coldest");
-    if (step % 500 == 0) check(policy.is_consistent());
-  }
-}
-
-void test_policy_ties_fall_to_the_least_recent() {
-  store::Policy policy(4, 100.0);
-  for (const int32_t record : {2, 0, 3, 1}) policy.route(record, 1.0);
-  for (const int32_t record : {0, 1, 2, 3}) policy.insert(record);
-  for (const int32_t expected : {2, 0, 3, 1}) {
-    check(policy.victim() == expected);
-    policy.remove(expected);
-  }
-  check(policy.victim() == -1);
-}
-
-void test_policy_over_long_times() {
-  store::Policy policy(3, 1.0);
-  for (const int32_t record : {0, 1, 2}) policy.insert(record);
-  policy.route(0, 1e6);
-  for (int i = 0; i < 5'000; ++i) {
-    policy.begin_step(1.0);
-    policy.route(1, 1.0);
-    if (i % 2 == 0) policy.route(2, 1.0);
-    check(policy.is_consistent());
-  }
-  check(policy.victim() == 0, "old glory fades");
-  const std::vector<double> frequencies = policy.frequencies();
-  check(std::abs(frequencies[1] - 2.0) < 1e-9, "a token per step settles at two");
-  policy.begin_step(1e9);
-  check(std::isfinite(policy.frequencies()[1]) && policy.is_consistent());
-}
 
 // Store
 
@@ -358,9 +270,6 @@ void test_records_in_place() {
 
 int main() {
   const test::Test tests[] = {
-      {"policy against a plain rule", test_policy_against_a_plain_rule},
-      {"policy: ties fall to the least recent", test_policy_ties_fall_to_the_least_recent},
-      {"policy over long times", test_policy_over_long_times},
       {"every cache size", test_every_cache_size},
       {"stress", test_stress},
       {"stress with faults", test_stress_with_faults},

@@ -16,6 +16,7 @@ from headrace.errors import ConfigError
 Auto: TypeAlias = Literal["auto"]
 
 KV_DTYPES = ("f16", "bf16", "f32")
+POLICIES = ("next-use", "frequency", "slru", "lru")
 HISTORY_MODES = ("write", "read", "off")
 EMBEDDING_PLACES = ("auto", "resident", "drive")
 ISAS = ("auto", "scalar", "avx2", "avx512", "amx", "neon", "neon-i8mm")
@@ -100,6 +101,16 @@ class ExpertConfig:
     half_life_tokens: int = field(
         default=32, metadata={"help": "tokens after which a routed count weighs half"}
     )
+    policy: str = field(
+        default="auto",
+        metadata={
+            "help": "which record to give up: next-use, frequency, slru or lru; auto replays the "
+            "routing of earlier runs and takes the best"
+        },
+    )
+    trace: Path | None = field(
+        default=None, metadata={"help": "append the routing of this run to a file"}
+    )
     verify: bool = field(
         default=True, metadata={"help": "check each record's checksum after a read"}
     )
@@ -149,6 +160,14 @@ class ExpertConfig:
             _is_count(self.half_life_tokens, 1) and self.half_life_tokens <= 1 << 40,
             "half_life_tokens", "1..2^40",
             self.half_life_tokens,
+        )  # fmt: skip
+        _require(
+            self.policy in ("auto", *POLICIES),
+            "policy", " | ".join(("auto", *POLICIES)), self.policy,
+        )  # fmt: skip
+        _require(
+            self.trace is None or isinstance(self.trace, Path),
+            "trace", "a pathlib.Path", self.trace,
         )  # fmt: skip
         _require(self.history in HISTORY_MODES, "history", " | ".join(HISTORY_MODES), self.history)
         _require(

@@ -212,6 +212,8 @@ class LLM:
             readers=self._reading.experts,
             history=history,
             lock=self.config.lock_memory,
+            fingerprint=self.checkpoint.fingerprint,
+            other_bytes=self.plan.other_bytes,
         )
         if self.plan.is_resident:
             store.warm_all()  # every record is wanted once: the drive need not wait for the router

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from headrace.checkpoint import Checkpoint
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, MemoryBudgetError
+from headrace.experts.policy import policy_bytes
 from headrace.experts.reading import Reading
 from headrace.metrics import available_memory_bytes
 from headrace.models.registry import dense_names, embedding_name
@@ -164,6 +165,11 @@ class MemoryPlan:
         """Whether every record has a slot."""
         return self.num_slots >= self.num_records
 
+    @property
+    def other_bytes(self) -> int:
+        """What is given to anything but slots and margin."""
+        return self.ceiling_bytes - self.slots_bytes - self.unused_bytes - self.margin_bytes
+
     def parts(self) -> list[tuple[str, int]]:
         """Name and bytes of each part; their sum is the ceiling."""
         return [
@@ -172,7 +178,7 @@ class MemoryPlan:
             ("embedding", self.embedding_bytes),
             (f"keys and values, {self.num_pages * PAGE_TOKENS} tokens", self.kv_bytes),
             (f"work buffers, chunk {self.chunk}", self.work_bytes),
-            ("readers and threads", self.readers_bytes),
+            ("readers, policy, threads", self.readers_bytes),
             ("margin", self.margin_bytes),
             (f"expert slots, {self.num_slots} of {self.num_records} records", self.slots_bytes),
             ("unused", self.unused_bytes),
@@ -365,8 +371,16 @@ def _fixed_parts(
         "dense_bytes": sizes.dense_bytes,
         "kv_bytes": num_pages(config, context) * PAGE_TOKENS * sizes.kv_bytes_per_token,
         "readers_bytes": num_readers * (THREAD_BYTES + sizes.reader_bytes)
-        + num_threads * THREAD_BYTES,
+        + num_threads * THREAD_BYTES
+        + _policy_bytes(sizes),
     }
+
+
+def _policy_bytes(sizes: ModelSizes) -> int:
+    """What the policy knows of every record."""
+    if not sizes.num_records:
+        return 0
+    return policy_bytes(sizes.num_moe_layers, sizes.num_records // sizes.num_moe_layers)
 
 
 def _is_chunk_right(rest: int, work: int, all_records: int, floor_slots: int) -> bool:
@@ -395,7 +409,7 @@ def _check_floor(
         ("embedding", embedding),
         ("keys and values", fixed["kv_bytes"]),
         ("work buffers", work),
-        ("readers and threads", fixed["readers_bytes"]),
+        ("readers, policy, threads", fixed["readers_bytes"]),
         (f"{sizes.floor_slots} expert slots", floor_slots),
         ("margin", floor - parts),
     ]

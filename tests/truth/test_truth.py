@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from headrace import _core, ops
+from headrace.config import POLICIES
 from headrace.convert import Recipe, convert
 from headrace.errors import ExpertReadError
 from headrace.experts import History
@@ -110,6 +112,7 @@ def test_chunks_and_batches(
         {"read_ahead": 1},
         {"read_ahead": 64, "readers": 2},
         {"half_life_tokens": 1},
+        *({"policy": policy} for policy in POLICIES),
         {"verify": False},
     ],
     ids=str,
@@ -120,6 +123,19 @@ def test_readers_and_policy(
     setting = Setting(num_slots=5, experts=with_experts(**options))
     for name in ("q4", "in-place"):
         assert_same(run(models[name], setting), truths[name])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("num_slots", [FLOOR, 3, 9])
+def test_every_policy_with_batches_advice_and_resizing(
+    models: dict[str, Path], truths: dict[str, Run], policy: str, num_slots: int
+) -> None:
+    setting = Setting(
+        num_slots=num_slots, chunk=5, experts=with_experts(policy=policy), prefetch=True
+    )
+    together = replace(setting, together=True, resize=(num_slots, FLOOR))
+    for each in (setting, together):
+        assert_same(run(models["q4"], each), truths["q4"])
 
 
 @pytest.mark.parametrize("num_slots", [FLOOR, 3, 9, NUM_RECORDS])

@@ -28,6 +28,9 @@ class FakeStore:
     def __init__(self) -> None:
         self.requests = 0
 
+    def note_step(self, parts: Any) -> None:
+        self.parts = parts
+
     def counters(self) -> StepCounters:
         return StepCounters(
             requests=self.requests,

@@ -73,7 +73,8 @@ def describe(llm: "LLM", name: str) -> str:
             + (
                 "resident"
                 if plan.is_resident
-                else f"{llm.store.stats().read_mode} reads by {plan.readers} ({plan.readers_from})"
+                else f"{llm.store.stats().read_mode} reads by {plan.readers} "
+                f"({plan.readers_from}), policy {llm.store.policy}"
             ),
         ]
     parts.append(f"memory {format_bytes(plan.ceiling_bytes)}")

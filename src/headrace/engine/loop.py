@@ -159,6 +159,10 @@ class EngineLoop:
 
     def _compute(self, parts: list[Part]) -> None:
         self._trim_buffers(sum(part.num_tokens for part in parts))
+        if self._experts is not None:
+            self._experts.note_step(
+                [(p.sequence.id, p.num_tokens, p.sequence.is_prefilling) for p in parts]
+            )
         with _Meter(self._experts, parts):
             logits = self._model(
                 _ids(parts), self._rows(parts), self._kv, self._experts, _logits_rows(parts)

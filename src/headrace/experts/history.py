@@ -121,6 +121,11 @@ class History:
             raise ValueError("a count is negative or not finite")
         self.counts, self.num_tokens = counts, num_tokens
 
+    @property
+    def routing_path(self) -> Path:
+        """Where the routing of the last tokens is kept: beside the counts."""
+        return self.path.with_name(self.path.name.removesuffix(".json") + ".trace")
+
     def add(self, counts: Int64, num_tokens: int) -> None:
         """Add a run's routed counts [Lm, E] after letting the older ones decay by its tokens."""
         decay = 0.5 ** (num_tokens / HALF_LIFE_TOKENS)

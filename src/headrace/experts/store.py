@@ -20,6 +20,14 @@ from headrace.arrays import Int32, Int64
 from headrace.checkpoint.records import MatrixLayout, RecordTable
 from headrace.config import ExpertConfig
 from headrace.experts.history import History
+from headrace.experts.policy import DEFAULT_POLICY, choose_policy
+from headrace.experts.trace import (
+    RecentRouting,
+    Recorder,
+    StepParts,
+    TraceFile,
+    TraceHeader,
+)
 
 __all__ = ["ExpertStore", "Lease", "StepCounters", "StoreStats"]
 
@@ -90,6 +98,21 @@ def _matrix(layout: MatrixLayout) -> tuple[str, int, int, int, int]:
     return layout.format, layout.rows, layout.cols, layout.group, layout.offset
 
 
+def _open_recent(history: History | None, header: TraceHeader) -> RecentRouting | None:
+    if history is None:
+        return None
+    return RecentRouting(history.routing_path, header, is_saved=history.mode == "write")
+
+
+def _resolve_policy(readers: ExpertConfig, recent: RecentRouting | None, num_slots: int) -> str:
+    if readers.policy != "auto":
+        return readers.policy
+    if recent is None:
+        return DEFAULT_POLICY
+    half_life = float(readers.half_life_tokens)
+    return choose_policy(recent.trace(), num_slots=num_slots, half_life_tokens=half_life)
+
+
 class ExpertStore:
     """The one owner of expert bytes: `num_slots` slots over all layers, filled on demand.
 
@@ -105,6 +128,8 @@ class ExpertStore:
         readers: ExpertConfig,
         history: History | None = None,
         lock: bool = False,
+        fingerprint: str = "",
+        other_bytes: int = 0,
     ) -> None:
         """Open the files and reserve the slots; memory becomes resident only as slots are filled.
 
@@ -113,7 +138,9 @@ class ExpertStore:
             num_slots: records held at once, 2 or more; more than there are records is cut to that.
             readers: how to read.
             history: routed counts of earlier runs: they order evictions and warm free slots at
-                once, and this run's counts are added and saved on close.
+                once, and this run's counts are added and saved on close, with its routing.
+            fingerprint: identity of the checkpoint, for traces.
+            other_bytes: memory that is given to anything but slots and margin, for traces.
             lock: keep the slots from being swapped out.
 
         Raises:
@@ -122,8 +149,22 @@ class ExpertStore:
             MemoryBudgetError: the system refused the slots, or to lock them.
         """
         num_records = len(table.layers) * table.num_experts
+        num_slots = min(num_slots, max(num_records, FLOOR_SLOTS))
         self.table = table
         self._history = history
+        header = TraceHeader(
+            fingerprint=fingerprint,
+            layers=table.layers,
+            num_experts=table.num_experts,
+            record_bytes=table.layout.record_bytes,
+            read_bytes=table.read_bytes,
+            other_bytes=other_bytes,
+            num_readers=readers.num_readers,
+            read_ahead=readers.read_ahead,
+        )
+        recent = _open_recent(history, header)
+        self.policy = _resolve_policy(readers, recent, num_slots)
+        """The policy in force."""
         self._native = _core.ExpertStore(
             files=[str(path) for path in table.files],
             layers=list(table.layers),
@@ -139,14 +180,18 @@ class ExpertStore:
             if readers.verify and table.checksum is not None
             else None,
             in_place=table.repack is not None,
-            num_slots=min(num_slots, max(num_records, FLOOR_SLOTS)),
+            num_slots=num_slots,
             num_readers=readers.num_readers,
             block_bytes=readers.largest_read_bytes,
             read_ahead=readers.read_ahead,
             direct=readers.is_direct,
             half_life_tokens=float(readers.half_life_tokens),
             lock=lock,
+            policy=self.policy,
         )
+        sinks = [] if recent is None else [recent]
+        file = [] if readers.trace is None else [TraceFile(readers.trace, header)]
+        self._recorder = Recorder(self._native, [*sinks, *file]) if sinks or file else None
         if history is not None and history.num_tokens > 0:
             self._native.set_frequencies(history.frequencies(float(readers.half_life_tokens)))
             self.warm(history.hottest(self.num_slots))
@@ -177,6 +222,15 @@ class ExpertStore:
             ExpertReadError: the store is closed. Failed reads raise it too, but from the lease.
         """
         return self._native.acquire(layer, ids)
+
+    def note_step(self, parts: StepParts) -> None:
+        """Note, for traces, that a step begins.
+
+        Args:
+            parts: (sequence, tokens, whether they are prefilled), in the order of the step's rows.
+        """
+        if self._recorder is not None:
+            self._recorder.step(parts)
 
     def prefetch(self, layer: int, ids: Int32) -> None:
         """Advise that experts of a layer will be wanted soon.
@@ -237,7 +291,10 @@ class ExpertStore:
         assert not problem, problem
 
     def close(self) -> None:
-        """Save the history, withdraw queued reads, wait for those in flight, end the readers."""
+        """Save history and traces, withdraw what is queued, wait for reads in flight."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.close()
         history, self._history = self._history, None
         if history is not None:
             history.add(self._native.routed_counts(), self._native.num_routed_tokens)
