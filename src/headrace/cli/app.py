@@ -28,6 +28,7 @@ COMMANDS = {
     "inspect": "Describe MODEL from its headers; with --verify, read all of it.",
     "bench": "Measure this machine.",
     "doctor": "Look at this machine, and at MODEL: findings, and what to do about them.",
+    "trace": "Record routing, and replay it against other memories and policies.",
     "synth": "Write DEST, to measure a machine before downloading a model.",
 }
 """Name, which is also the module, and the first line of the command's own help."""

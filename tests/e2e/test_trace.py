@@ -1,0 +1,123 @@
+"""`headrace trace`: what a run records, a replay counts; and what is wrong is said."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.cli.app import _run
+from headrace.config import EngineConfig, ExpertConfig, SamplingParams
+from headrace.experts import ExpertStore
+from headrace.experts.policy import replay
+from headrace.experts.trace import read_trace
+from headrace.llm import LLM
+
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+QUIET = ("--history", "off", "--memory", "4GiB")
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = _run([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.fixture
+def recorded(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    prompts = tmp_path / "prompts"
+    prompts.write_text("hello\n\nthe other one\n")
+    file = tmp_path / "tiny.hrt"
+    options = ("-n", 12, "--temperature", 0, "--ignore-eos", *QUIET)
+    status, _, err = call(capsys, "trace", "record", file, tiny, "--prompts", prompts, *options)
+    assert status == 0 and "1 of 2" in err and "2 of 2" in err
+    return file
+
+
+def test_a_replay_predicts_what_the_run_read(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoding token by token: misses to the record, for every policy the run may have."""
+    monkeypatch.setattr(ExpertStore, "warm_all", lambda self: None)  # a replay begins cold
+    for policy in ("next-use", "frequency", "slru", "lru"):
+        file = tmp_path / f"{policy}.hrt"
+        experts = ExpertConfig(history="off", policy=policy, trace=file)
+        with LLM(tiny, EngineConfig(memory=4 << 30, chunk=1, experts=experts)) as llm:
+            assert llm.store is not None
+            num_slots = llm.store.resize(max(3, llm.plan.working_set_records // 2))
+            receipt = llm.generate([5, 6, 7, 8], GREEDY).receipt
+        trace = read_trace(file)
+        half_life = float(experts.half_life_tokens)
+        got = replay(trace, policy, num_slots=num_slots, half_life_tokens=half_life)
+        assert got.decode.tokens == receipt.decode_tokens
+        assert got.prefill.tokens == receipt.prompt_tokens
+        if policy in ("lru", "frequency"):  # the others also look at the slots opened with
+            assert got.misses == receipt.expert_misses > num_slots
+
+
+def test_tokens_are_split_into_prefill_and_decode(recorded: Path) -> None:
+    trace = read_trace(recorded)
+    got = replay(trace, "lru", num_slots=8, half_life_tokens=32.0)
+    assert got.decode.tokens == 2 * 11
+    assert got.prefill.tokens + got.decode.tokens == trace.num_tokens
+
+
+def test_replay_prints_a_row_for_each_memory_and_policy(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = call(
+        capsys, "trace", "replay", recorded, "--slots", "4,8", "--drives", "1GB/s"
+    )
+    assert status == 0
+    for word in ("next-use", "frequency", "slru", "lru", "belady", "at 1 GB/s", "tok/s", "slots"):
+        assert word in out
+    arguments = ("--memory", "1GiB,2GiB", "--policy", "lru", "--drives", "500MB,1GB", "--json")
+    status, out, _ = call(capsys, "trace", "replay", recorded, *arguments)
+    report = json.loads(out)
+    assert status == 0
+    assert [row["policy"] for row in report["replays"]] == ["lru", "belady"] * 2
+    for row in report["replays"]:
+        speed = row["tokens_per_s"]["1000000000"]
+        if speed is not None:
+            assert speed == pytest.approx(1e9 / row["bytes_per_token"])
+
+
+def test_replay_draws_a_plot_or_says_what_is_missing(
+    recorded: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    plot = tmp_path / "out.png"
+    status, _, err = call(capsys, "trace", "replay", recorded, "--slots", "4,8", "--plot", plot)
+    assert status == 1 and "headrace[bench]" in err
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib")
+    status, _, _ = call(capsys, "trace", "replay", recorded, "--slots", "4,8", "--plot", plot)
+    assert status == 0 and plot.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--slots", "1"), "2 and more"),
+        (("--policy", "mru"), "unknown policy"),
+        (("--slots", "4", "--memory", "1GiB"), "one of them"),
+        (("--memory", "1MiB"), "no room"),
+    ],
+)
+def test_senseless_options_are_refused(
+    recorded: Path, capsys: pytest.CaptureFixture[str], arguments: Any, words: str
+) -> None:
+    status, _, err = call(capsys, "trace", "replay", recorded, *arguments)
+    assert status in (1, 2) and words in " ".join(err.replace("│", " ").split())
+
+
+def test_a_damaged_trace_names_the_byte(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded.write_bytes(recorded.read_bytes()[:-5])
+    status, _, err = call(capsys, "trace", "replay", recorded, "--slots", "4")
+    assert status == 1 and "byte" in err and "--partial" in err
+    status, _, _ = call(capsys, "trace", "replay", recorded, "--slots", "4", "--partial")
+    assert status == 0
