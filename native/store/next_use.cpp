@@ -6,10 +6,11 @@
 namespace headrace::store {
 namespace {
 
+// Values tried: docs/experiments.md, 2026-12-02.
 constexpr float kHalfLives[] = {2.0F, 8.0F, 32.0F, 128.0F};  // tokens
 constexpr float kLeastRate = 1e-3F;
 constexpr float kBias = -2.0F;
-constexpr float kWeightRate = 0.03F;
+constexpr float kWeightRate = 0.1F;
 constexpr float kPairRate = 0.02F;
 constexpr int32_t kMaxHorizon = 8;
 constexpr float kMaxLogit = 15.0F;
@@ -84,10 +85,9 @@ void NextUsePolicy::rate(const Visit& visit) {
                      static_cast<double>(visit.row) / static_cast<double>(shape_.num_rows);
   const int32_t first = visit.row * shape_.num_experts;
   for (int32_t expert = 0; expert < shape_.num_experts; ++expert) {
-    // Within `horizon_` tokens with this chance, so after so many on average.
-    const double within = chance_[index(expert)];
-    const double each = -std::expm1(std::log1p(-within) / horizon_);
-    worths_[index(expert)] = {-(now + 1.0 / each), last_use_[index(first + expert)]};
+    // As if uses came at a constant rate that makes one within `horizon_` tokens this likely.
+    const double rate = -std::log1p(-static_cast<double>(chance_[index(expert)])) / horizon_;
+    worths_[index(expert)] = {-(now + 1.0 / rate), last_use_[index(first + expert)]};
   }
   victims_.set_worths(first, worths_);
 }

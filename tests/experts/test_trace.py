@@ -11,7 +11,13 @@ from headrace.arrays import Int32
 from headrace.config import POLICIES, ExpertConfig
 from headrace.errors import CheckpointError, ConfigError
 from headrace.experts import ExpertStore, History
-from headrace.experts.policy import BELADY, DEFAULT_POLICY, choose_policy, policy_bytes
+from headrace.experts.policy import (
+    BELADY,
+    DEFAULT_POLICY,
+    RESIDENT_POLICY,
+    choose_policy,
+    policy_bytes,
+)
 from headrace.experts.policy import replay as run_replay
 from headrace.experts.trace import (
     RECENT_TOKENS,
@@ -204,7 +210,8 @@ def test_a_policy_is_chosen_by_replay(records: Records) -> None:
     """A scan that comes once, then two experts for ever: what the default learned is worthless."""
     usual = make_trace(random_visits(300, 1, rows=3), records)
     assert choose_policy(usual, num_slots=8, half_life_tokens=32.0) == DEFAULT_POLICY
-    assert choose_policy(usual, num_slots=24, half_life_tokens=32.0) == DEFAULT_POLICY
+    with records.open(24) as store:
+        assert store.policy == RESIDENT_POLICY
     half = [(0, np.array([[expert]], np.int32)) for expert in (0, 1, 2, 3)]
     misses = {}
     for seed in range(200):  # some random trace on which another policy is clearly better

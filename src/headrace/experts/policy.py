@@ -14,6 +14,8 @@ DEFAULT_POLICY = "next-use"
 """No more misses than any other at every budget of every trace tried: docs/experiments.md."""
 BELADY = "belady"
 """Not a policy: the fewest misses that knowing the future allows."""
+RESIDENT_POLICY = "lru"
+"""Where every record has a slot nothing is given up, and the cheapest policy will do."""
 _LEAST_GAIN = 0.02  # fewer misses than the default's, or a choice by replay is noise
 
 
@@ -83,8 +85,7 @@ def _counts(counts: Mapping[str, int]) -> ReplayCounts:
 
 def choose_policy(trace: Trace, *, num_slots: int, half_life_tokens: float) -> str:
     """Return the policy that misses least on a trace: the default unless another gains clearly."""
-    num_records = len(trace.header.layers) * trace.header.num_experts
-    if num_slots >= num_records or not trace.native.num_visits:
+    if not trace.native.num_visits:
         return DEFAULT_POLICY
     misses = {
         policy: replay(trace, policy, num_slots=num_slots, half_life_tokens=half_life_tokens).misses

@@ -20,7 +20,7 @@ from headrace.arrays import Int32, Int64
 from headrace.checkpoint.records import MatrixLayout, RecordTable
 from headrace.config import ExpertConfig
 from headrace.experts.history import History
-from headrace.experts.policy import DEFAULT_POLICY, choose_policy
+from headrace.experts.policy import DEFAULT_POLICY, RESIDENT_POLICY, choose_policy
 from headrace.experts.trace import (
     RecentRouting,
     Recorder,
@@ -104,9 +104,13 @@ def _open_recent(history: History | None, header: TraceHeader) -> RecentRouting 
     return RecentRouting(history.routing_path, header, is_saved=history.mode == "write")
 
 
-def _resolve_policy(readers: ExpertConfig, recent: RecentRouting | None, num_slots: int) -> str:
+def _resolve_policy(
+    readers: ExpertConfig, recent: RecentRouting | None, num_slots: int, num_records: int
+) -> str:
     if readers.policy != "auto":
         return readers.policy
+    if num_slots >= num_records:
+        return RESIDENT_POLICY
     if recent is None:
         return DEFAULT_POLICY
     half_life = float(readers.half_life_tokens)
@@ -163,7 +167,7 @@ class ExpertStore:
             read_ahead=readers.read_ahead,
         )
         recent = _open_recent(history, header)
-        self.policy = _resolve_policy(readers, recent, num_slots)
+        self.policy = _resolve_policy(readers, recent, num_slots, num_records)
         """The policy in force."""
         self._native = _core.ExpertStore(
             files=[str(path) for path in table.files],
