@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Record routing, and replay it against other memories and policies.",
     no_args_is_help=True,
+    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
