@@ -221,6 +221,9 @@ class EngineConfig:
     isa: str = field(
         default="auto", metadata={"help": "instruction set of the kernels", "env": "HEADRACE_ISA"}
     )
+    profile: bool = field(
+        default=False, metadata={"help": "say where the time of the steps went, and what limits it"}
+    )
     experts: ExpertConfig = field(default_factory=ExpertConfig)
 
     def __post_init__(self) -> None:
@@ -253,6 +256,7 @@ class EngineConfig:
             self.threads == "auto" or (_is_count(self.threads, 1) and self.threads <= 1024),
             "threads", "auto or 1..1024", self.threads,
         )  # fmt: skip
+        _require(isinstance(self.profile, bool), "profile", "True or False", self.profile)
         _require(self.isa in ISAS, "isa", " | ".join(ISAS), self.isa)
         _require(isinstance(self.experts, ExpertConfig), "experts", "an ExpertConfig", self.experts)
 

@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +46,7 @@ from headrace.metrics import (
 )
 from headrace.models.registry import build_model
 from headrace.plan import MemoryPlan, plan_memory
+from headrace.profile import Profile
 from headrace.tokenizer import Message, TextStream, Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -157,6 +159,9 @@ class LLM:
                 lock=self.config.lock_memory,
             )
             self.tokenizer = tokenizer.result()
+        self.profile = Profile() if self.config.profile else None
+        if self.profile is not None:
+            self.profile.attach(model)
         self.plan = plan = self._plan_again(plan, held, history)
         self.store = self._open_store(history)
         self._kv = model.make_state(plan.num_pages, self.config.kv)
@@ -348,7 +353,14 @@ class LLM:
                 if self._closed:
                     raise RequestError("the model was closed while it answered")
                 self._end_abandoned()
-                self._loop.step()
+                with self._profiled(sequence):
+                    self._loop.step()
+
+    def _profiled(self, sequence: TokenSequence) -> AbstractContextManager[None]:
+        if self.profile is None:
+            return nullcontext()
+        is_prefill = sequence.num_computed < sequence.num_prompt
+        return self.profile.step("prefill" if is_prefill else "decode", self.store)
 
     def _end_abandoned(self) -> None:
         while self._abandoned:

@@ -34,7 +34,7 @@ Ctrl-C ends an answer."""
 QUOTES = '"""'
 
 
-@takes(EngineConfig, SamplingParams, without=("sequences",))
+@takes(EngineConfig, SamplingParams, without=("sequences", "profile"))
 def command(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="a checkpoint directory or `demo`")

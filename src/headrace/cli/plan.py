@@ -14,7 +14,7 @@ def _rate(text: str) -> float:
         return float(parse_bytes(text.removesuffix("/s")))
 
 
-@takes(EngineConfig, without=("trace",))
+@takes(EngineConfig, without=("trace", "profile"))
 def command(
     model: Annotated[str, typer.Argument(metavar="MODEL")],
     drive_bytes_per_s: Annotated[

@@ -60,9 +60,11 @@ def command(
         is_continued = form == "raw" and sys.stdout.isatty()
         result = _follow(stream, not as_json, prompt if is_continued else "")
         if as_json:
-            _print_json(model, result)
+            _print_json(model, result, llm)
         else:
             say_receipt(result.receipt)
+            for line in [] if llm.profile is None else llm.profile.lines(llm.plan):
+                say(line)
     if result.error is not None:
         say(f"headrace: {result.error}", style="")
         return 1
@@ -120,7 +122,7 @@ def _follow(stream: "Stream", show: bool, start: str) -> "Completion":
     return stream.result()
 
 
-def _print_json(model: str, result: "Completion") -> None:
+def _print_json(model: str, result: "Completion", llm: "LLM") -> None:
     report: dict[str, Any] = {
         "model": model,
         "text": result.text,
@@ -128,6 +130,8 @@ def _print_json(model: str, result: "Completion") -> None:
         "finish_reason": result.finish_reason,
         "receipt": result.receipt.as_dict(),
     }
+    if llm.profile is not None:
+        report["profile"] = llm.profile.as_dict(llm.plan)
     print(json.dumps(report, ensure_ascii=False))
 
 

@@ -26,7 +26,7 @@ _CHART_ROWS = 12
 
 
 @app.command()
-@takes(EngineConfig, SamplingParams, without=("sequences", "trace"))
+@takes(EngineConfig, SamplingParams, without=("sequences", "trace", "profile"))
 def record(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="the trace; continued if it exists")],
     model: Annotated[
