@@ -2,9 +2,11 @@
 // calls.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "base/error.h"
@@ -15,6 +17,7 @@
 #include "kernels/attention.h"
 #include "kernels/format.h"
 #include "kernels/kernel_table.h"
+#include "kernels/latent.h"
 #include "kernels/rope.h"
 
 namespace headrace {
@@ -79,7 +82,7 @@ KvPool make_kv_pool(int64_t num_layers, int64_t num_pages, int64_t num_kv_heads,
       narrow(num_kv_heads, "KVPool", "num_kv_heads"), narrow(head_dim, "KVPool", "head_dim"),
       narrow(page_tokens, "KVPool", "page_tokens"),   parse_format(dtype)};
   check_kv_shape(shape);
-  const auto memory = std::make_shared<io::PageBuffer>(shape.nbytes(), io::PageSize::Small);
+  const auto memory = std::make_shared<io::PageBuffer>(shape.nbytes());
   return KvPool(shape, std::shared_ptr<std::byte>(memory, memory->data()));
 }
 
@@ -89,7 +92,9 @@ struct StepArrays {
   StepRows rows;
 };
 
-StepArrays step_arrays(nb::handle object, int64_t num_rows, const KvPool& pool, const char* op) {
+// `window` as in AttentionParams: pages before it need not exist.
+StepArrays step_arrays(nb::handle object, int64_t num_rows, int32_t page_tokens, int32_t num_pages,
+                       int32_t window, const char* op) {
   StepArrays step{nb::cast<AnyArray>(object.attr("positions")),
                   nb::cast<AnyArray>(object.attr("sequences")),
                   nb::cast<AnyArray>(object.attr("page_table")),
@@ -101,32 +106,43 @@ StepArrays step_arrays(nb::handle object, int64_t num_rows, const KvPool& pool, 
   r.num_rows = static_cast<int32_t>(num_rows);
   r.num_sequences = static_cast<int32_t>(step.page_table.shape(0));
   r.max_pages = static_cast<int32_t>(step.page_table.shape(1));
-  check_step_rows(pool, r, op);
+  check_step_rows(page_tokens, num_pages, window, r, op);
   return step;
 }
 
-void check_layer(const KvPool& pool, int64_t layer, const char* op) {
-  if (layer >= 0 && layer < pool.shape().num_layers) return;
+void check_layer(int64_t layer, int32_t num_layers, const char* op) {
+  if (layer >= 0 && layer < num_layers) return;
   throw_shape(std::string(op) + ": layer " + std::to_string(layer) + " of " +
-              std::to_string(pool.shape().num_layers));
+              std::to_string(num_layers));
 }
 
 void kv_write_op(const KvPool& pool, int64_t layer, const AnyArray& k, const AnyArray& v,
                  nb::handle rows) {
   const KvShape& s = pool.shape();
-  check_layer(pool, layer, "kv_write");
+  check_layer(layer, s.num_layers, "kv_write");
   const float* keys = checked<float>(k, "kv_write", "k", {kAnySize, s.num_kv_heads, s.head_dim});
   const int64_t count = static_cast<int64_t>(k.shape(0));
   const float* values = checked<float>(v, "kv_write", "v", {count, s.num_kv_heads, s.head_dim});
-  const StepArrays step = step_arrays(rows, count, pool, "kv_write");
+  const StepArrays step = step_arrays(rows, count, s.page_tokens, s.num_pages, 0, "kv_write");
   nb::gil_scoped_release release;
   kv_write(*shared_pool(), pool, static_cast<int32_t>(layer), keys, values, step.rows);
 }
 
+AttentionParams attention_params(float scale, std::optional<int64_t> window,
+                                 const std::optional<AnyArray>& sinks, int32_t heads,
+                                 const char* op) {
+  if (window.has_value() && *window < 1) {
+    throw_shape(std::string(op) + ": window must be at least 1, got " + std::to_string(*window));
+  }
+  return {scale, narrow(window.value_or(0), op, "window"),
+          sinks.has_value() ? checked<float>(*sinks, op, "sinks", {heads}) : nullptr};
+}
+
 NumpyArray<float> attention_op(const AnyArray& q, const KvPool& pool, int64_t layer,
-                               nb::handle rows, float scale) {
+                               nb::handle rows, float scale, std::optional<int64_t> window,
+                               const std::optional<AnyArray>& sinks) {
   const KvShape& s = pool.shape();
-  check_layer(pool, layer, "paged_attention");
+  check_layer(layer, s.num_layers, "paged_attention");
   const float* queries =
       checked<float>(q, "paged_attention", "q", {kAnySize, kAnySize, s.head_dim});
   const int64_t count = static_cast<int64_t>(q.shape(0));
@@ -135,19 +151,93 @@ NumpyArray<float> attention_op(const AnyArray& q, const KvPool& pool, int64_t la
     throw_shape("paged_attention: " + std::to_string(heads) + " query heads for " +
                 std::to_string(s.num_kv_heads) + " kv heads");
   }
-  const StepArrays step = step_arrays(rows, count, pool, "paged_attention");
+  const AttentionParams params = attention_params(scale, window, sinks, heads, "paged_attention");
+  const StepArrays step =
+      step_arrays(rows, count, s.page_tokens, s.num_pages, params.window, "paged_attention");
   Result<float> out({count, int64_t{heads} * s.head_dim});
   {
     nb::gil_scoped_release release;
-    paged_attention(*shared_pool(), pool, static_cast<int32_t>(layer), queries, heads, scale,
+    paged_attention(*shared_pool(), pool, static_cast<int32_t>(layer), queries, heads, params,
                     step.rows, out.data);
   }
   return out.array();
 }
 
+// ---- latents
+
+LatentPool make_latent_pool(int64_t num_layers, int64_t num_pages, int64_t latent_dim,
+                            int64_t rope_dim, int64_t page_tokens, const std::string& dtype) {
+  const LatentShape shape{narrow(num_layers, "LatentPool", "num_layers"),
+                          narrow(num_pages, "LatentPool", "num_pages"),
+                          narrow(latent_dim, "LatentPool", "latent_dim"),
+                          narrow(rope_dim, "LatentPool", "rope_dim"),
+                          narrow(page_tokens, "LatentPool", "page_tokens"),
+                          parse_format(dtype)};
+  check_latent_shape(shape);
+  const auto memory = std::make_shared<io::PageBuffer>(shape.nbytes());
+  return LatentPool(shape, std::shared_ptr<std::byte>(memory, memory->data()));
+}
+
+void latent_write_op(const LatentPool& pool, int64_t layer, const AnyArray& latents,
+                     nb::handle rows) {
+  const LatentShape& s = pool.shape();
+  check_layer(layer, s.num_layers, "latent_write");
+  const float* data = checked<float>(latents, "latent_write", "latents", {kAnySize, s.width()});
+  const StepArrays step = step_arrays(rows, static_cast<int64_t>(latents.shape(0)), s.page_tokens,
+                                      s.num_pages, 0, "latent_write");
+  nb::gil_scoped_release release;
+  latent_write(*shared_pool(), pool, static_cast<int32_t>(layer), data, step.rows);
+}
+
+NumpyArray<float> latent_attention_op(const AnyArray& q, const LatentPool& pool, int64_t layer,
+                                      nb::handle rows, float scale, std::optional<int64_t> window,
+                                      const std::optional<AnyArray>& sinks) {
+  constexpr const char* op = "latent_attention";
+  const LatentShape& s = pool.shape();
+  check_layer(layer, s.num_layers, op);
+  const float* queries = checked<float>(q, op, "q", {kAnySize, kAnySize, s.width()});
+  const int64_t count = static_cast<int64_t>(q.shape(0));
+  const int32_t heads = narrow(static_cast<int64_t>(q.shape(1)), op, "heads");
+  if (heads < 1) throw_shape("latent_attention: no query heads");
+  const AttentionParams params = attention_params(scale, window, sinks, heads, op);
+  const StepArrays step = step_arrays(rows, count, s.page_tokens, s.num_pages, params.window, op);
+  Result<float> out({count, heads, s.latent_dim});
+  {
+    nb::gil_scoped_release release;
+    latent_attention(*shared_pool(), pool, static_cast<int32_t>(layer), queries, heads, params,
+                     step.rows, out.data);
+  }
+  return out.array();
+}
+
+void bind_latents(nb::module_& m) {
+  nb::class_<LatentPool>(m, "LatentPool")
+      .def(
+          "__init__",
+          [](LatentPool* self, int64_t num_layers, int64_t num_pages, int64_t latent_dim,
+             int64_t rope_dim, int64_t page_tokens, const std::string& dtype) {
+            new (self) LatentPool(
+                make_latent_pool(num_layers, num_pages, latent_dim, rope_dim, page_tokens, dtype));
+          },
+          "num_layers"_a, "num_pages"_a, "latent_dim"_a, "rope_dim"_a, "page_tokens"_a = 64,
+          "dtype"_a = "f16")
+      .def_prop_ro("num_layers", [](const LatentPool& p) { return p.shape().num_layers; })
+      .def_prop_ro("num_pages", [](const LatentPool& p) { return p.shape().num_pages; })
+      .def_prop_ro("latent_dim", [](const LatentPool& p) { return p.shape().latent_dim; })
+      .def_prop_ro("rope_dim", [](const LatentPool& p) { return p.shape().rope_dim; })
+      .def_prop_ro("page_tokens", [](const LatentPool& p) { return p.shape().page_tokens; })
+      .def_prop_ro("dtype", [](const LatentPool& p) { return format_name(p.shape().dtype); })
+      .def_prop_ro("page_bytes", [](const LatentPool& p) { return p.shape().page_bytes(); })
+      .def_prop_ro("nbytes", [](const LatentPool& p) { return p.shape().nbytes(); });
+  m.def("latent_write", latent_write_op, "pool"_a, "layer"_a, "latents"_a, "rows"_a);
+  m.def("latent_attention", latent_attention_op, "q"_a, "pool"_a, "layer"_a, "rows"_a, "scale"_a,
+        nb::kw_only(), "window"_a = nb::none(), "sinks"_a = nb::none());
+}
+
 }  // namespace
 
 void bind_attention(nb::module_& m) {
+  bind_latents(m);
   nb::class_<KvPool>(m, "KVPool")
       .def(
           "__init__",
@@ -167,7 +257,8 @@ void bind_attention(nb::module_& m) {
       .def_prop_ro("page_bytes", [](const KvPool& p) { return p.shape().page_bytes(); })
       .def_prop_ro("nbytes", [](const KvPool& p) { return p.shape().nbytes(); });
   m.def("kv_write", kv_write_op, "pool"_a, "layer"_a, "k"_a, "v"_a, "rows"_a);
-  m.def("paged_attention", attention_op, "q"_a, "pool"_a, "layer"_a, "rows"_a, "scale"_a);
+  m.def("paged_attention", attention_op, "q"_a, "pool"_a, "layer"_a, "rows"_a, "scale"_a,
+        nb::kw_only(), "window"_a = nb::none(), "sinks"_a = nb::none());
   m.def("rope_angles", rope_angles_op, "positions"_a, "inv_freq"_a, "factor"_a = 1.0f);
   m.def("rope", rope_op, "x"_a, "cos"_a, "sin"_a);
 }

@@ -1,32 +1,24 @@
 #include "kernels/attention.h"
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <vector>
 
 #include "base/array_pool.h"
 #include "base/error.h"
+#include "kernels/attention_table.h"
+#include "kernels/attention_walk.h"
 #include "kernels/kernel_table.h"
-#include "kernels/small_float.h"
+#include "kernels/kv_items.h"
 
 namespace headrace {
 namespace {
 
-// Rows of one sequence that share the widening of a page to float32.
+// Rows of one sequence that read a page together.
 constexpr int32_t kRowsPerTile = 16;
 
 [[noreturn]] void throw_shape(const std::string& message) {
   throw Error(ErrorKind::Shape, message);
-}
-
-void put(std::byte* target, Format dtype, int64_t index, float value) {
-  if (dtype == Format::F32) {
-    std::memcpy(target + index * 4, &value, 4);
-    return;
-  }
-  const uint16_t bits = dtype == Format::F16 ? f16_from_float(value) : bf16_from_float(value);
-  std::memcpy(target + index * 2, &bits, 2);
 }
 
 // Consecutive rows [begin, end) of one sequence.
@@ -48,103 +40,147 @@ std::vector<RowTile> tiles_of(const StepRows& rows) {
   return tiles;
 }
 
-// One kv head of one tile: walks the pages, each widened once for all rows and query heads.
-class TileAttention {
+// A walk is one kv head of one tile: its rows times the query heads of that kv head.
+class GroupedWalks {
  public:
-  TileAttention(const KvPool& pool, int32_t layer, int32_t kv_head, const float* q,
-                int32_t num_heads, float scale, const StepRows& rows, RowTile tile)
+  GroupedWalks(const KvPool& pool, int32_t layer, const float* q, int32_t num_heads,
+               const AttentionParams& params, const StepRows& rows, float* out)
       : shape_(pool.shape()),
-        table_(kernels()),
+        table_(kernels().attention),
         pool_(pool),
         layer_(layer),
-        kv_head_(kv_head),
         q_(q),
         num_heads_(num_heads),
         heads_per_kv_(num_heads / shape_.num_kv_heads),
-        scale_(scale),
+        params_(params),
         rows_(rows),
-        tile_(tile),
-        states_(int64_t{tile.end - tile.begin} * heads_per_kv_ * state_stride()),
-        page_(2 * int64_t{shape_.head_dim} * shape_.page_tokens) {}
+        tiles_(tiles_of(rows)),
+        out_(out) {
+    for (const RowTile& tile : tiles_) most_rows_ = std::max(most_rows_, tile.end - tile.begin);
+  }
 
-  void run(float* out) {
-    int32_t last = 0;
-    for (int32_t row = tile_.begin; row < tile_.end; ++row) {
+  int64_t count() const { return static_cast<int64_t>(tiles_.size()) * shape_.num_kv_heads; }
+  int32_t num_states() const { return most_rows_ * heads_per_kv_; }
+  int32_t width() const { return shape_.head_dim; }
+
+  PageRange pages(int64_t walk) const {
+    const RowTile tile = tile_of(walk);
+    int32_t first = rows_.positions[tile.begin];
+    int32_t last = first;
+    for (int32_t row = tile.begin; row < tile.end; ++row) {
+      first = std::min(first, params_.first_seen(rows_.positions[row]));
       last = std::max(last, rows_.positions[row]);
     }
-    for (int32_t p = 0; p <= last / shape_.page_tokens; ++p) attend(p, last);
-    for (int32_t row = tile_.begin; row < tile_.end; ++row) {
-      for (int32_t h = 0; h < heads_per_kv_; ++h) {
-        const float* s = state(row, h);
-        table_.divide(s + 2, s[1], shape_.head_dim, out + head_offset(row, h));
-      }
+    return {first / shape_.page_tokens, last / shape_.page_tokens + 1};
+  }
+
+  void attend(int64_t walk, PageRange range, float* states, int64_t page_stride) const {
+    const RowTile tile = tile_of(walk);
+    const int32_t count = (tile.end - tile.begin) * heads_per_kv_;
+    const PoolBuffer<float> packed(int64_t{count} * shape_.head_dim);
+    pack_queries(walk, count, packed.get());
+    std::vector<PageQuery> queries(static_cast<size_t>(count));
+    const int32_t* page_of = rows_.pages(tile.begin);
+    const int32_t kv_head = kv_head_of(walk);
+    for (int32_t p = range.begin; p < range.end; ++p) {
+      place_queries(tile, p, states + (p - range.begin) * page_stride, queries);
+      const bool is_last = p + 1 == range.end;
+      const PageArgs page{pool_.keys(page_of[p], layer_, kv_head),
+                          pool_.values(page_of[p], layer_, kv_head),
+                          is_last ? nullptr : pool_.keys(page_of[p + 1], layer_, kv_head),
+                          shape_.head_dim,
+                          shape_.page_tokens,
+                          params_.scale};
+      table_.attend_page[static_cast<int32_t>(shape_.dtype)](page, queries.data(), count,
+                                                             packed.get());
+    }
+  }
+
+  void finish(int64_t walk, const float* states) const {
+    const RowTile tile = tile_of(walk);
+    for (int32_t i = 0; i < (tile.end - tile.begin) * heads_per_kv_; ++i) {
+      const int32_t head = kv_head_of(walk) * heads_per_kv_ + i % heads_per_kv_;
+      table_.finish_state(states + i * int64_t{state_stride(shape_.head_dim)}, shape_.head_dim,
+                          params_.sinks == nullptr ? nullptr : params_.sinks + head,
+                          out_ + head_offset(walk, i));
     }
   }
 
  private:
-  int64_t state_stride() const { return 2 + shape_.head_dim; }
-  int64_t head_offset(int32_t row, int32_t h) const {
-    return (int64_t{row} * num_heads_ + kv_head_ * heads_per_kv_ + h) * shape_.head_dim;
+  RowTile tile_of(int64_t walk) const {
+    return tiles_[static_cast<size_t>(walk / shape_.num_kv_heads)];
   }
-  // Maximum, sum, accumulator.
-  float* state(int32_t row, int32_t h) const {
-    return states_.get() + (int64_t{row - tile_.begin} * heads_per_kv_ + h) * state_stride();
+  int32_t kv_head_of(int64_t walk) const {
+    return static_cast<int32_t>(walk % shape_.num_kv_heads);
+  }
+  // Query i of a walk is head i % heads_per_kv of row i / heads_per_kv.
+  int64_t head_offset(int64_t walk, int32_t i) const {
+    const int64_t row = tile_of(walk).begin + i / heads_per_kv_;
+    const int32_t head = kv_head_of(walk) * heads_per_kv_ + i % heads_per_kv_;
+    return (row * num_heads_ + head) * shape_.head_dim;
   }
 
-  void attend(int32_t p, int32_t last) {
-    const int32_t page =
-        rows_.page_table[int64_t{rows_.sequences[tile_.begin]} * rows_.max_pages + p];
-    const int32_t used = std::min(last - p * shape_.page_tokens + 1, shape_.page_tokens);
-    const PageArgs args{widened_keys(page),
-                        widened_values(page, used),
-                        shape_.head_dim,
-                        shape_.page_tokens,
-                        scale_,
-                        p == 0};
-    queries_.clear();
-    for (int32_t row = tile_.begin; row < tile_.end; ++row) {
-      const int32_t visible = rows_.positions[row] - p * shape_.page_tokens + 1;
-      if (visible <= 0) continue;
-      for (int32_t h = 0; h < heads_per_kv_; ++h) {
-        float* s = state(row, h);
-        queries_.push_back(
-            {q_ + head_offset(row, h), std::min(visible, shape_.page_tokens), s, s + 1, s + 2});
+  void pack_queries(int64_t walk, int32_t count, float* packed) const {
+    for (int32_t done = 0; done < count;) {
+      const int32_t block = block_of(count - done);
+      for (int32_t i = 0; i < block; ++i) {
+        const float* query = q_ + head_offset(walk, done + i);
+        for (int32_t d = 0; d < shape_.head_dim; ++d) packed[d * block + i] = query[d];
       }
+      packed += block * shape_.head_dim;
+      done += block;
     }
-    table_.attend_page(args, queries_.data(), static_cast<int32_t>(queries_.size()));
   }
 
-  // Lanes of keys beyond `used` hold whatever the page holds; their scores are never looked at.
-  const float* widened_keys(int32_t page) {
-    const std::byte* source = pool_.keys(page, layer_, kv_head_);
-    if (shape_.dtype == Format::F32) return reinterpret_cast<const float*>(source);
-    table_.widen(shape_.dtype, source, int64_t{shape_.head_dim} * shape_.page_tokens, page_.get());
-    return page_.get();
-  }
-
-  const float* widened_values(int32_t page, int32_t used) {
-    const std::byte* source = pool_.values(page, layer_, kv_head_);
-    if (shape_.dtype == Format::F32) return reinterpret_cast<const float*>(source);
-    float* values = page_.get() + int64_t{shape_.head_dim} * shape_.page_tokens;
-    table_.widen(shape_.dtype, source, int64_t{shape_.head_dim} * used, values);
-    return values;
+  void place_queries(RowTile tile, int32_t page, float* states,
+                     std::vector<PageQuery>& queries) const {
+    const int32_t before = page * shape_.page_tokens;
+    for (int32_t i = 0; i < static_cast<int32_t>(queries.size()); ++i) {
+      const int32_t position = rows_.positions[tile.begin + i / heads_per_kv_];
+      queries[static_cast<size_t>(i)] = {std::max(params_.first_seen(position) - before, 0),
+                                         std::min(position + 1 - before, shape_.page_tokens),
+                                         states + i * int64_t{state_stride(shape_.head_dim)}};
+    }
   }
 
   const KvShape& shape_;
-  const KernelTable& table_;
+  const AttentionTable& table_;
   const KvPool& pool_;
-  int32_t layer_, kv_head_;
+  int32_t layer_;
   const float* q_;
   int32_t num_heads_, heads_per_kv_;
-  float scale_;
+  const AttentionParams& params_;
   const StepRows& rows_;
-  RowTile tile_;
-  std::vector<PageQuery> queries_;
-  PoolBuffer<float> states_;
-  PoolBuffer<float> page_;
+  std::vector<RowTile> tiles_;
+  int32_t most_rows_ = 0;
+  float* out_;
 };
 
 }  // namespace
+
+int64_t kv_item_bytes(Format dtype) {
+  return dtype == Format::F32 ? 4 : dtype == Format::Q8 ? 1 : 2;
+}
+
+int64_t kv_items_bytes(Format dtype, int32_t width, int32_t page_tokens) {
+  if (dtype == Format::Q8) {
+    const int64_t groups = (width + kKvGroup - 1) / kKvGroup;
+    return (width + 2 * groups) * page_tokens;
+  }
+  return width * page_tokens * kv_item_bytes(dtype);
+}
+
+int64_t KvShape::head_bytes() const { return kv_items_bytes(dtype, head_dim, page_tokens); }
+
+void check_kv_page(const char* pool, Format dtype, int32_t page_tokens) {
+  if (page_tokens < 16 || page_tokens > kMaxPageTokens || page_tokens % 16 != 0) {
+    throw_shape(std::string(pool) + ": page_tokens must be a multiple of 16, at most " +
+                std::to_string(kMaxPageTokens) + ", got " + std::to_string(page_tokens));
+  }
+  if (static_cast<int32_t>(dtype) >= kNumKvTypes) {
+    throw_shape(std::string(pool) + ": dtype must be f16, bf16, f32 or q8");
+  }
+}
 
 void check_kv_shape(const KvShape& s) {
   if (s.num_layers < 1 || s.num_pages < 1 || s.num_kv_heads < 1) {
@@ -154,11 +190,7 @@ void check_kv_shape(const KvShape& s) {
     throw_shape("KVPool: head_dim out of range\nexpected 1 to " + std::to_string(kMaxHeadDim) +
                 ", got " + std::to_string(s.head_dim));
   }
-  if (s.page_tokens < 16 || s.page_tokens > kMaxPageTokens || s.page_tokens % 16 != 0) {
-    throw_shape("KVPool: page_tokens must be a multiple of 16, at most " +
-                std::to_string(kMaxPageTokens) + ", got " + std::to_string(s.page_tokens));
-  }
-  if (is_quantised(s.dtype)) throw_shape("KVPool: dtype must be f16, bf16 or f32");
+  check_kv_page("KVPool", s.dtype, s.page_tokens);
 }
 
 KvPool::KvPool(const KvShape& shape, std::shared_ptr<std::byte> memory)
@@ -167,16 +199,16 @@ KvPool::KvPool(const KvShape& shape, std::shared_ptr<std::byte> memory)
 }
 
 std::byte* KvPool::keys(int32_t page, int32_t layer, int32_t kv_head) const {
-  const int64_t per_head = int64_t{shape_.head_dim} * shape_.page_tokens;
-  const int64_t item = layer * 2 * shape_.half_items() + kv_head * per_head;
-  return memory_.get() + page * shape_.page_bytes() + item * shape_.item_bytes();
+  return memory_.get() + page * shape_.page_bytes() + layer * 2 * shape_.half_bytes() +
+         kv_head * shape_.head_bytes();
 }
 
 std::byte* KvPool::values(int32_t page, int32_t layer, int32_t kv_head) const {
-  return keys(page, layer, kv_head) + shape_.half_items() * shape_.item_bytes();
+  return keys(page, layer, kv_head) + shape_.half_bytes();
 }
 
-void check_step_rows(const KvPool& pool, const StepRows& rows, const char* op) {
+void check_step_rows(int32_t page_tokens, int32_t num_pages, int32_t window, const StepRows& rows,
+                     const char* op) {
   for (int32_t row = 0; row < rows.num_rows; ++row) {
     const int32_t position = rows.positions[row];
     const int32_t sequence = rows.sequences[row];
@@ -185,15 +217,16 @@ void check_step_rows(const KvPool& pool, const StepRows& rows, const char* op) {
       throw_shape(where + " has sequence " + std::to_string(sequence) + " of " +
                   std::to_string(rows.num_sequences));
     }
-    if (position < 0 || position / pool.shape().page_tokens >= rows.max_pages) {
+    if (position < 0 || position / page_tokens >= rows.max_pages) {
       throw_shape(where + " has position " + std::to_string(position) + ", beyond its " +
                   std::to_string(rows.max_pages) + " pages");
     }
-    const int32_t* pages = rows.page_table + int64_t{sequence} * rows.max_pages;
-    for (int32_t p = 0; p <= position / pool.shape().page_tokens; ++p) {
-      if (pages[p] < 0 || pages[p] >= pool.shape().num_pages) {
-        throw_shape(where + " needs page " + std::to_string(pages[p]) + " of " +
-                    std::to_string(pool.shape().num_pages));
+    const int32_t first = AttentionParams{0.0f, window, nullptr}.first_seen(position);
+    for (int32_t p = first / page_tokens; p <= position / page_tokens; ++p) {
+      const int32_t page = rows.pages(row)[p];
+      if (page < 0 || page >= num_pages) {
+        throw_shape(where + " needs page " + std::to_string(page) + " of " +
+                    std::to_string(num_pages));
       }
     }
   }
@@ -202,33 +235,30 @@ void check_step_rows(const KvPool& pool, const StepRows& rows, const char* op) {
 void kv_write(ThreadPool& threads, const KvPool& pool, int32_t layer, const float* k,
               const float* v, const StepRows& rows) {
   const KvShape& s = pool.shape();
+  const int64_t item_bytes = kv_item_bytes(s.dtype);
+  const int64_t items = int64_t{s.head_dim} * s.page_tokens * item_bytes;
   threads.run_ranges(int64_t{rows.num_rows} * s.num_kv_heads, 16, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t row = i / s.num_kv_heads;
-      const int32_t kv_head = static_cast<int32_t>(i % s.num_kv_heads);
-      const int32_t position = rows.positions[row];
-      const int32_t slot = position % s.page_tokens;
-      const int32_t page =
-          rows.page_table[int64_t{rows.sequences[row]} * rows.max_pages + position / s.page_tokens];
+      const auto row = static_cast<int32_t>(i / s.num_kv_heads);
+      const auto kv_head = static_cast<int32_t>(i % s.num_kv_heads);
+      const int64_t slot = rows.positions[row] % s.page_tokens;
+      const int32_t page = rows.pages(row)[rows.positions[row] / s.page_tokens];
       std::byte* keys = pool.keys(page, layer, kv_head);
       std::byte* values = pool.values(page, layer, kv_head);
-      for (int64_t d = 0; d < s.head_dim; ++d) {
-        put(keys, s.dtype, d * s.page_tokens + slot, k[i * s.head_dim + d]);
-        put(values, s.dtype, int64_t{slot} * s.head_dim + d, v[i * s.head_dim + d]);
-      }
+      put_items(s.dtype, k + i * s.head_dim, s.head_dim,
+                {keys + slot * item_bytes, keys + items + slot * 2, s.page_tokens, s.page_tokens});
+      put_items(
+          s.dtype, v + i * s.head_dim, s.head_dim,
+          {values + slot * s.head_dim * item_bytes, values + items + slot * 2, 1, s.page_tokens});
     }
   });
 }
 
 void paged_attention(ThreadPool& threads, const KvPool& pool, int32_t layer, const float* q,
-                     int32_t num_heads, float scale, const StepRows& rows, float* out) {
-  const std::vector<RowTile> tiles = tiles_of(rows);
-  const int32_t kv_heads = pool.shape().num_kv_heads;
-  threads.run(static_cast<int64_t>(tiles.size()) * kv_heads, [&](int64_t i) {
-    const RowTile tile = tiles[static_cast<size_t>(i / kv_heads)];
-    const int32_t kv_head = static_cast<int32_t>(i % kv_heads);
-    TileAttention(pool, layer, kv_head, q, num_heads, scale, rows, tile).run(out);
-  });
+                     int32_t num_heads, const AttentionParams& params, const StepRows& rows,
+                     float* out) {
+  const GroupedWalks walks(pool, layer, q, num_heads, params, rows, out);
+  WalkRunner<GroupedWalks>(threads, walks).run();
 }
 
 }  // namespace headrace

@@ -11,18 +11,26 @@
 namespace headrace {
 
 // The shape of a pool of pages. A page holds page_tokens tokens of one sequence in all layers:
-//   [layer][keys, values], keys [kv_head][head_dim][page_tokens], values
-//   [kv_head][page_tokens][head_dim].
+//   [layer][keys, values][kv_head], keys [head_dim][page_tokens], values [page_tokens][head_dim].
 // Keys lie with the tokens side by side, because a score is a chain over head_dim in each lane.
+// In q8 both are int8 codes, followed by one f16 scale per token and 32 dims,
+// [groups][page_tokens]; an item is code * scale, which float32 holds exactly.
 struct KvShape {
   int32_t num_layers, num_pages, num_kv_heads, head_dim, page_tokens;
-  Format dtype;  // F32, F16 or BF16
+  Format dtype;  // F32, F16, BF16 or Q8
 
-  int64_t item_bytes() const { return dtype == Format::F32 ? 4 : 2; }
-  int64_t half_items() const { return int64_t{num_kv_heads} * head_dim * page_tokens; }
-  int64_t page_bytes() const { return num_layers * 2 * half_items() * item_bytes(); }
+  int64_t head_bytes() const;  // the keys, or the values, of one kv head of one page
+  int64_t half_bytes() const { return num_kv_heads * head_bytes(); }
+  int64_t page_bytes() const { return num_layers * 2 * half_bytes(); }
   int64_t nbytes() const { return num_pages * page_bytes(); }
 };
+
+int64_t kv_item_bytes(Format dtype);  // without scales
+// Bytes of `width` items for page_tokens tokens, scales included.
+int64_t kv_items_bytes(Format dtype, int32_t width, int32_t page_tokens);
+
+// Throws Error(Shape) unless pools can hold this type, width and page size. `pool` names the class.
+void check_kv_page(const char* pool, Format dtype, int32_t page_tokens);
 
 class KvPool {
  public:
@@ -47,20 +55,37 @@ struct StepRows {
   const int32_t* sequences;   // [T] rows of page_table
   const int32_t* page_table;  // [B, P]
   int32_t num_rows, num_sequences, max_pages;
+
+  const int32_t* pages(int32_t row) const {
+    return page_table + int64_t{sequences[row]} * max_pages;
+  }
 };
 
-// Throws Error(Shape) if a row points outside the table or the pool.
-void check_step_rows(const KvPool& pool, const StepRows& rows, const char* op);
+// What a row sees of its sequence, and how.
+struct AttentionParams {
+  float scale;
+  int32_t window;      // the last so many positions, its own included; 0: all
+  const float* sinks;  // [heads], a further score of each head without a value; null: none
+
+  int32_t first_seen(int32_t position) const {
+    return window == 0 || position < window ? 0 : position - window + 1;
+  }
+};
+
+// Throws Error(Shape) if a row points outside the table, or needs a page outside the pool.
+void check_step_rows(int32_t page_tokens, int32_t num_pages, int32_t window, const StepRows& rows,
+                     const char* op);
 
 // Rounds k and v [T, kv_heads, head_dim] to the pool's type and puts them at their rows' positions.
 void kv_write(ThreadPool& threads, const KvPool& pool, int32_t layer, const float* k,
               const float* v, const StepRows& rows);
 
-// q [T, heads, head_dim] -> out [T, heads, head_dim]. Row t sees positions 0..positions[t] of its
-// sequence. Pages in ascending order; each page by itself (scores, maximum, exponentials, tree sum,
-// chain over its values), then merged into the state by online softmax: the bits depend on the
-// sequence and the page size only.
+// q [T, heads, head_dim] -> out [T, heads, head_dim]. Row t sees the positions of its sequence up
+// to positions[t]. Pages in ascending order; each page by itself (scores, maximum, exponentials,
+// tree sum, chain over its values), then merged into the state by online softmax: the bits depend
+// on the sequence and the page size only. A sink joins last.
 void paged_attention(ThreadPool& threads, const KvPool& pool, int32_t layer, const float* q,
-                     int32_t num_heads, float scale, const StepRows& rows, float* out);
+                     int32_t num_heads, const AttentionParams& params, const StepRows& rows,
+                     float* out);
 
 }  // namespace headrace

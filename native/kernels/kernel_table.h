@@ -9,6 +9,7 @@
 
 #include "base/cpu.h"
 #include "base/record_feed.h"
+#include "kernels/attention_table.h"
 #include "kernels/format.h"
 
 namespace headrace {
@@ -38,28 +39,6 @@ struct LinearArgs {
 
 // A group whose largest magnitude is below this counts as zero: 127 / amax would overflow.
 inline constexpr float kLeastAmax = 1e-36f;
-
-inline constexpr int32_t kMaxPageTokens = 256;
-inline constexpr int32_t kMaxHeadDim = 512;
-
-// One page of keys and values in float32.
-struct PageArgs {
-  const float* keys;    // [head_dim][page_tokens]
-  const float* values;  // [page_tokens][head_dim]
-  int32_t head_dim;
-  int32_t page_tokens;  // a multiple of 16, at most kMaxPageTokens
-  float scale;
-  bool is_first;  // of the sequence: the states hold nothing yet
-};
-
-// One query head of one row, and what it has seen of its sequence so far.
-struct PageQuery {
-  const float* query;  // [head_dim]
-  int32_t num_keys;    // visible in this page, 1..page_tokens
-  float* maximum;
-  float* sum;
-  float* accumulator;  // [head_dim]
-};
 
 struct KernelTable {
   void (*linear[kNumFormats])(const LinearArgs& args);  // by Format
@@ -92,7 +71,7 @@ struct KernelTable {
   int64_t (*peak_float)(int64_t rounds, float* sink);
   int64_t (*peak_int8)(int64_t rounds, int32_t* sink);
 
-  void (*attend_page)(const PageArgs& page, const PageQuery* queries, int32_t count);
+  AttentionTable attention;
 };
 
 const KernelTable& kernel_table(Isa isa);

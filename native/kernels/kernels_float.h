@@ -9,23 +9,20 @@
 
 namespace headrace::HEADRACE_ISA {
 
-// The one order in which sixteen lanes become a number.
+// The one order in which sixteen lanes become a number: (l, l + 8), (l, l + 4), (l, l + 2), (l, l +
+// 1). Lane 0 holds the result; the others compute along.
 inline float tree_sum(Floats lanes) {
-  float v[16];
-  store(v, lanes);
-  for (int half = 8; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) v[i] += v[i + half];
-  }
-  return v[0];
+  lanes = add(lanes, swap_lanes<8>(lanes));
+  lanes = add(lanes, swap_lanes<4>(lanes));
+  lanes = add(lanes, swap_lanes<2>(lanes));
+  return first_lane(add(lanes, swap_lanes<1>(lanes)));
 }
 
 inline float max_lane(Floats lanes) {
-  float v[16];
-  store(v, lanes);
-  for (int half = 8; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) v[i] = v[i] > v[i + half] ? v[i] : v[i + half];
-  }
-  return v[0];
+  lanes = max(lanes, swap_lanes<8>(lanes));
+  lanes = max(lanes, swap_lanes<4>(lanes));
+  lanes = max(lanes, swap_lanes<2>(lanes));
+  return first_lane(max(lanes, swap_lanes<1>(lanes)));
 }
 
 // exp by x = n ln2 + r, |r| <= ln2/2, Taylor to degree 7 (relative error below 2^-26 before

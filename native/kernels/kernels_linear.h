@@ -196,7 +196,7 @@ inline const KernelTable* make_table() {
       read_bytes,
       peak_float,
       peak_int8,
-      attend_page,
+      attention_table,
   };
   return &table;
 }

@@ -49,6 +49,11 @@ inline __m256 widen_bf16(__m128i x) {
 inline Floats load_bf16(const void* p) {
   return {widen_bf16(half_at(p, 0)), widen_bf16(half_at(p, 1))};
 }
+inline Floats load_int8(const void* p) {
+  const __m128i codes = half_at(p, 0);
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8)))};
+}
 
 inline Floats add(Floats x, Floats y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 inline Floats sub(Floats x, Floats y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
@@ -59,6 +64,18 @@ inline Floats fma(Floats x, Floats y, Floats z) {
 }
 inline Floats max(Floats x, Floats y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 inline Floats min(Floats x, Floats y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+
+// Lane i and lane i ^ distance change places.
+template <int distance>
+Floats swap_lanes(Floats x) {
+  if constexpr (distance == 8) return {x.b, x.a};
+  if constexpr (distance == 4) {
+    return {_mm256_permute2f128_ps(x.a, x.a, 1), _mm256_permute2f128_ps(x.b, x.b, 1)};
+  }
+  constexpr int order = distance == 2 ? 0x4e : 0xb1;
+  return {_mm256_permute_ps(x.a, order), _mm256_permute_ps(x.b, order)};
+}
+inline float first_lane(Floats x) { return _mm256_cvtss_f32(x.a); }
 
 inline Ints bits_of(Floats x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 inline Floats from_bits(Ints x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }

@@ -35,6 +35,9 @@ inline Floats load_bf16(const void* p) {
   const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
+inline Floats load_int8(const void* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
+}
 
 inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 inline Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
@@ -43,6 +46,15 @@ inline Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }
+
+// Lane i and lane i ^ distance change places.
+template <int distance>
+Floats swap_lanes(Floats a) {
+  if constexpr (distance == 8) return _mm512_shuffle_f32x4(a, a, 0x4e);
+  if constexpr (distance == 4) return _mm512_shuffle_f32x4(a, a, 0xb1);
+  return _mm512_permute_ps(a, distance == 2 ? 0x4e : 0xb1);
+}
+inline float first_lane(Floats a) { return _mm512_cvtss_f32(a); }
 
 inline Ints bits_of(Floats a) { return {_mm512_castps_si512(a)}; }
 inline Floats from_bits(Ints a) { return _mm512_castsi512_ps(a.v); }

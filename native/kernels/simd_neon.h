@@ -78,6 +78,14 @@ inline Floats load_bf16(const void* p) {
   return {low(halves_at(p, 0)), high(halves_at(p, 0)), low(halves_at(p, 1)), high(halves_at(p, 1))};
 }
 
+inline Floats load_int8(const void* p) {
+  const int8x16_t codes = vld1q_s8(static_cast<const int8_t*>(p));
+  const int16x8_t low = vmovl_s8(vget_low_s8(codes));
+  const int16x8_t high = vmovl_high_s8(codes);
+  return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_high_s16(low)),
+          vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_high_s16(high))};
+}
+
 inline Floats add(Floats x, Floats y) {
   return each<Floats>([](float32x4_t u, float32x4_t v) { return vaddq_f32(u, v); }, x, y);
 }
@@ -104,6 +112,19 @@ inline Floats min(Floats x, Floats y) {
   return each<Floats>([](float32x4_t u, float32x4_t v) { return vbslq_f32(vcltq_f32(u, v), u, v); },
                       x, y);
 }
+
+// Lane i and lane i ^ distance change places.
+template <int distance>
+Floats swap_lanes(Floats x) {
+  if constexpr (distance == 8) return {x.c, x.d, x.a, x.b};
+  if constexpr (distance == 4) return {x.b, x.a, x.d, x.c};
+  if constexpr (distance == 2) {
+    return {vextq_f32(x.a, x.a, 2), vextq_f32(x.b, x.b, 2), vextq_f32(x.c, x.c, 2),
+            vextq_f32(x.d, x.d, 2)};
+  }
+  return {vrev64q_f32(x.a), vrev64q_f32(x.b), vrev64q_f32(x.c), vrev64q_f32(x.d)};
+}
+inline float first_lane(Floats x) { return vgetq_lane_f32(x.a, 0); }
 
 inline Ints bits_of(Floats x) {
   return each<Ints>([](float32x4_t u) { return vreinterpretq_s32_f32(u); }, x);

@@ -54,6 +54,13 @@ inline Floats load_bf16(const void* p) {
   HEADRACE_LANES r.lane[i] = float_from_bf16(bits[i]);
   return r;
 }
+inline Floats load_int8(const void* p) {
+  int8_t codes[16];
+  std::memcpy(codes, p, 16);
+  Floats r;
+  HEADRACE_LANES r.lane[i] = static_cast<float>(codes[i]);
+  return r;
+}
 
 inline Floats add(Floats a, Floats b) {
   HEADRACE_LANES a.lane[i] += b.lane[i];
@@ -84,6 +91,15 @@ inline Floats min(Floats a, Floats b) {
   HEADRACE_LANES b.lane[i] = a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i];
   return b;
 }
+
+// Lane i and lane i ^ distance change places.
+template <int distance>
+Floats swap_lanes(Floats a) {
+  Floats r;
+  HEADRACE_LANES r.lane[i] = a.lane[i ^ distance];
+  return r;
+}
+inline float first_lane(Floats a) { return a.lane[0]; }
 
 inline Ints bits_of(Floats a) {
   Ints r;

@@ -251,14 +251,14 @@ void run_attention(ThreadPool& pool, Digest& digest, const AttentionShape& shape
                         const std::vector<int32_t>& sequences) {
     const auto count = static_cast<int32_t>(positions.size());
     const StepRows rows{positions.data(), sequences.data(), pages, count, 2, 4};
-    check_step_rows(kv, rows, "digest");
+    check_step_rows(shape.page_tokens, kv_shape.num_pages, 0, rows, "digest");
     const int64_t kv_items = int64_t{count} * shape.num_kv_heads * shape.head_dim;
     const std::vector<float> k = random.floats(kv_items);
     const std::vector<float> v = random.floats(kv_items);
     const std::vector<float> q = random.floats(int64_t{count} * shape.num_heads * shape.head_dim);
     kv_write(pool, kv, 0, k.data(), v.data(), rows);
     std::vector<float> out(q.size());
-    paged_attention(pool, kv, 0, q.data(), shape.num_heads, 0.3f, rows, out.data());
+    paged_attention(pool, kv, 0, q.data(), shape.num_heads, {0.3f, 0, nullptr}, rows, out.data());
     digest.add(out);
   };
   for (const int32_t sequence : {0, 1}) {

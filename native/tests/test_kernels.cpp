@@ -267,20 +267,20 @@ void test_attention(ThreadPool& pool) {
     for (int32_t t = 0; t < kTokens; ++t) positions[static_cast<size_t>(t)] = t;
     const int32_t pages[3] = {2, 0, 3};
     const StepRows rows{positions.data(), sequences.data(), pages, kTokens, 1, 3};
-    check_step_rows(kv, rows, "test");
+    check_step_rows(32, 4, 0, rows, "test");
     const std::vector<float> k = random.floats(int64_t{kTokens} * 2 * head_dim);
     const std::vector<float> v = random.floats(int64_t{kTokens} * 2 * head_dim);
     const std::vector<float> q = random.floats(int64_t{kTokens} * 6 * head_dim);
     kv_write(pool, kv, 0, k.data(), v.data(), rows);
     same_everywhere([&] {
       std::vector<float> out(q.size());
-      paged_attention(pool, kv, 0, q.data(), 6, 0.2f, rows, out.data());
+      paged_attention(pool, kv, 0, q.data(), 6, {0.2f, 0, nullptr}, rows, out.data());
       check(std::isfinite(out.back()));
       return out;
     });
     const int32_t bad_pages[3] = {2, 4, 3};
     const StepRows bad{positions.data(), sequences.data(), bad_pages, kTokens, 1, 3};
-    check(throws(ErrorKind::Shape, [&] { check_step_rows(kv, bad, "test"); }));
+    check(throws(ErrorKind::Shape, [&] { check_step_rows(32, 4, 0, bad, "test"); }));
   }
 }
 

@@ -89,6 +89,33 @@ class KVPool:
     @property
     def nbytes(self) -> int: ...
 
+class LatentPool:
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        latent_dim: int,
+        rope_dim: int,
+        page_tokens: int = 64,
+        dtype: str = "f16",
+    ) -> None: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def latent_dim(self) -> int: ...
+    @property
+    def rope_dim(self) -> int: ...
+    @property
+    def page_tokens(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
 # ---- bind_ops.cpp: ops
 
 def embedding_packed(ids: Int32, table: Matrix) -> Float32: ...
@@ -109,7 +136,25 @@ def rope_angles(
 def rope(x: Float32, cos: Float32, sin: Float32) -> Float32: ...
 def kv_write(pool: KVPool, layer: int, k: Float32, v: Float32, rows: _StepRows) -> None: ...
 def paged_attention(
-    q: Float32, pool: KVPool, layer: int, rows: _StepRows, scale: float
+    q: Float32,
+    pool: KVPool,
+    layer: int,
+    rows: _StepRows,
+    scale: float,
+    *,
+    window: int | None = None,
+    sinks: Float32 | None = None,
+) -> Float32: ...
+def latent_write(pool: LatentPool, layer: int, latents: Float32, rows: _StepRows) -> None: ...
+def latent_attention(
+    q: Float32,
+    pool: LatentPool,
+    layer: int,
+    rows: _StepRows,
+    scale: float,
+    *,
+    window: int | None = None,
+    sinks: Float32 | None = None,
 ) -> Float32: ...
 def sample(
     logits: Float32,

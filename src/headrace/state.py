@@ -15,10 +15,12 @@ from headrace._core import KVPool
 from headrace.arrays import Int32
 from headrace.errors import ConfigError, ShapeError
 
-__all__ = ["KV_DTYPES", "PAGE_TOKENS", "KVPool", "StepRows", "make_kv_pool"]
+__all__ = ["KV_DTYPES", "PAGE_TOKENS", "KVPool", "StepRows", "kv_vector_bytes", "make_kv_pool"]
 
 PAGE_TOKENS = 64
-KV_DTYPES = {"f16": 2, "bf16": 2, "f32": 4}
+KV_DTYPES = ("f16", "bf16", "f32", "q8")
+KV_GROUP = 32  # items that share an f16 scale in q8
+_ITEM_BYTES = {"f16": 2, "bf16": 2, "f32": 4, "q8": 1}
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,17 @@ class StepRows:
         )
 
 
+def kv_vector_bytes(num_items: int, dtype: str) -> int:
+    """Bytes that a pool of `dtype` takes for one vector: a token's key, value or latent.
+
+    Args:
+        num_items: Dh of a kv head, or the latent's and the rope key's dims together.
+        dtype: one of `KV_DTYPES`.
+    """
+    scales = -(-num_items // KV_GROUP) * 2 if dtype == "q8" else 0
+    return num_items * _ITEM_BYTES[dtype] + scales
+
+
 def make_kv_pool(
     num_layers: int,
     num_pages: int,
@@ -81,7 +94,8 @@ def make_kv_pool(
         num_pages: pages shared by all sequences; one page holds `page_tokens` tokens of all layers.
         num_kv_heads: K.
         head_dim: Dh.
-        dtype: how keys and values are stored: `f16`, `bf16` or `f32`.
+        dtype: how keys and values are stored: `f16`, `bf16`, `f32`, or `q8`, int8 codes with an
+            f16 scale per 32 dims.
         page_tokens: tokens in a page.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Paged attention: the reference's bits, whatever the batch, chunk, pages and machine."""
+"""Paged and latent attention: the reference's bits, whatever the batch, chunk and machine."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ import pytest
 from headrace import ops
 from headrace.errors import ShapeError
 from headrace.ops import reference
+from headrace.state import KV_DTYPES, kv_vector_bytes
 
 from .conftest import assert_same_bits
 
@@ -43,11 +44,12 @@ def qkv(rng: np.random.Generator, tokens: int, heads: int, kv_heads: int, head_d
     )
 
 
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8"])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "page_tokens"), [
     (4, 4, 16, 64),
     (6, 2, 24, 16),
     (2, 1, 136, 80),
+    (8, 1, 64, 32),  # a whole block of queries
 ])  # fmt: skip
 def test_equals_reference(
     everywhere: Everywhere,
@@ -181,4 +183,214 @@ def test_refused_arguments(rng: np.random.Generator) -> None:
     with pytest.raises(ShapeError, match="page_tokens"):
         ops.KVPool(1, 1, 1, 16, 65)
     with pytest.raises(ShapeError, match="dtype must be"):
-        ops.KVPool(1, 1, 1, 16, 64, "q8")
+        ops.KVPool(1, 1, 1, 16, 64, "q4")
+
+
+@pytest.mark.parametrize("dtype", ["f16", "q8"])
+@pytest.mark.parametrize("window", [1, 33, 70, 500])
+def test_windows_and_sinks_equal_reference(
+    everywhere: Everywhere, rng: np.random.Generator, dtype: str, window: int
+) -> None:
+    tokens, heads, kv_heads, head_dim, page_tokens = 100, 8, 2, 40, 32
+    q, k, v = qkv(rng, tokens, heads, kv_heads, head_dim)
+    sinks = rng.standard_normal(heads).astype(np.float32) * 3
+    rows = one_sequence(tokens, [3, 0, 4, 2])
+    oracle = reference.KVPool(1, 5, kv_heads, head_dim, page_tokens, dtype)
+    reference.kv_write(oracle, 0, k, v, rows)
+    seen = rows.cut(90, tokens)
+    for sink in (sinks, None):
+        expected = reference.paged_attention(
+            q[90:], oracle, 0, seen, 0.2, window=window, sinks=sink
+        )
+
+        def run(sink: Any = sink) -> Any:
+            pool = ops.KVPool(1, 5, kv_heads, head_dim, page_tokens, dtype)
+            ops.kv_write(pool, 0, k, v, rows)
+            return ops.paged_attention(q[90:], pool, 0, seen, 0.2, window=window, sinks=sink)
+
+        for got in everywhere(run):
+            assert_same_bits(got, expected)
+
+
+def test_near_exact_windows_and_sinks(rng: np.random.Generator) -> None:
+    q, k, v = qkv(rng, 150, 6, 2, 24)
+    sinks = rng.standard_normal(6).astype(np.float32)
+    pool = ops.KVPool(1, 3, 2, 24, 64, "f32")
+    rows = one_sequence(150, [2, 0, 1])
+    ops.kv_write(pool, 0, k, v, rows)
+    got = ops.paged_attention(q, pool, 0, rows, 24**-0.5, window=20, sinks=sinks)
+    scores = np.einsum("thd,shd->hts", q, np.repeat(k, 3, 1)).astype(np.float64) * 24**-0.5
+    age = np.arange(150)[:, None] - np.arange(150)[None, :]
+    p = np.exp(np.where((age >= 0) & (age < 20), scores, -np.inf))
+    p /= p.sum(-1, keepdims=True) + np.exp(sinks.astype(np.float64))[:, None, None]
+    exact = np.einsum("hts,shd->thd", p, np.repeat(v, 3, 1))
+    np.testing.assert_allclose(got.reshape(150, 6, 24), exact, atol=3e-6, rtol=1e-5)
+
+
+def test_pages_before_the_window_are_never_read(rng: np.random.Generator) -> None:
+    q, k, v = qkv(rng, 100, 2, 1, 16)
+    pool = ops.KVPool(1, 4, 1, 16, 32, "f32")
+    rows = one_sequence(100, [0, 1, 2, 3])
+    ops.kv_write(pool, 0, k, v, rows)
+    gone = Rows(rows.positions, rows.sequences, np.array([[-1, 99, 2, 3]], np.int32))
+    last = slice(95, 100)  # see 64..99 at most with a window of 32
+    expected = ops.paged_attention(q[last], pool, 0, rows.cut(95, 100), 0.25, window=32)
+    got = ops.paged_attention(q[last], pool, 0, gone.cut(95, 100), 0.25, window=32)
+    assert_same_bits(got, expected)
+    with pytest.raises(ShapeError, match="needs page 99"):
+        ops.paged_attention(q[last], pool, 0, gone.cut(95, 100), 0.25, window=33)
+    with pytest.raises(ShapeError, match="window must be at least 1"):
+        ops.paged_attention(q[last], pool, 0, rows.cut(95, 100), 0.25, window=0)
+
+
+def test_later_rows_of_a_block_do_not_show(
+    everywhere: Everywhere, rng: np.random.Generator
+) -> None:
+    # Four heads per kv head: two rows share a block of eight queries, and the second sees a NaN.
+    q, k, v = qkv(rng, 20, 4, 1, 32)
+    v[11] = np.nan
+    pool = ops.KVPool(1, 1, 1, 32, 32, "f16")
+    rows = one_sequence(20, [0])
+    ops.kv_write(pool, 0, k, v, rows)
+    expected = ops.paged_attention(q[10:11], pool, 0, rows.cut(10, 11), 0.2)
+    assert np.isfinite(expected).all()
+    for got in everywhere(lambda: ops.paged_attention(q, pool, 0, rows, 0.2)):
+        assert_same_bits(got[10:11], expected)
+
+
+def test_long_context_is_split_without_a_trace(
+    everywhere: Everywhere, rng: np.random.Generator
+) -> None:
+    # One row of one kv head: more threads than walks, and more pages than one round of parts holds.
+    tokens = 32 * 1024
+    _, k, v = qkv(rng, tokens, 1, 1, 16)
+    wide_q = rng.standard_normal((2, 8, 16)).astype(np.float32)
+    pages = rng.permutation(tokens // 16).astype(np.int32)
+    rows = Rows(np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.int32), pages[None])
+    pool = ops.KVPool(1, tokens // 16, 1, 16, 16, "f16")
+    ops.kv_write(pool, 0, k, v, rows)
+    last = rows.cut(tokens - 2, tokens)
+    results = everywhere(lambda: ops.paged_attention(wide_q, pool, 0, last, 0.25))
+    for got in results:
+        assert_same_bits(got, results[0])
+    held = ops.pool_bytes()
+    ops.paged_attention(wide_q, pool, 0, last, 0.25)
+    assert ops.pool_bytes() - held < 8 << 20
+    scores = np.einsum("hd,sd->hs", wide_q[1].astype(np.float64), k[:, 0].astype(np.float16)) * 0.25
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    exact = (p / p.sum(-1, keepdims=True)) @ v[:, 0].astype(np.float16).astype(np.float64)
+    np.testing.assert_allclose(results[0][1].reshape(8, 16), exact, atol=1e-5)
+
+
+def test_q8_error_is_bounded(rng: np.random.Generator) -> None:
+    # Keys and values of very different sizes, some groups all zero.
+    k = rng.standard_normal((64, 1, 96)).astype(np.float32)
+    k *= np.exp(rng.uniform(-12, 8, (64, 1, 1))).astype(np.float32)
+    k[5] = 0
+    kept = reference._kept(k, "q8")
+    groups = np.abs(k.reshape(64, -1, 32)).max(-1)
+    bound = groups / 254 * (1 + 2**-10) + 2**-25
+    assert (np.abs(kept - k).reshape(64, -1, 32).max(-1) <= bound).all()
+    # One visible token: its softmax is 1, so attention returns the value as it was kept.
+    pool = ops.KVPool(1, 64, 1, 96, 16, "q8")
+    rows = Rows(
+        np.zeros(64, np.int32),
+        np.arange(64, dtype=np.int32),
+        np.arange(64, dtype=np.int32)[:, None],
+    )
+    ops.kv_write(pool, 0, k, k, rows)
+    np.testing.assert_array_equal(ops.paged_attention(k, pool, 0, rows, 0.0), kept.reshape(64, 96))
+    # Scores move by at most |q|_1 * bound * scale, and so does the output, relative to the values.
+    q, k, v = qkv(rng, 200, 8, 2, 64)
+    outs = []
+    for dtype in ("f32", "q8"):
+        pool = ops.KVPool(1, 4, 2, 64, 64, dtype)
+        rows = one_sequence(200, [0, 1, 2, 3])
+        ops.kv_write(pool, 0, k, v, rows)
+        outs.append(ops.paged_attention(q, pool, 0, rows, 64**-0.5))
+    assert np.abs(outs[1] - outs[0]).max() < 0.02 * np.abs(v).max()
+
+
+def test_q8_shows_what_is_not_a_number(rng: np.random.Generator) -> None:
+    _, k, v = qkv(rng, 1, 1, 1, 64)
+    for bad in (np.nan, np.inf):
+        v[0, 0, 40] = bad
+        pool = ops.KVPool(1, 1, 1, 64, 16, "q8")
+        rows = one_sequence(1, [0])
+        ops.kv_write(pool, 0, k, v, rows)
+        out = ops.paged_attention(k, pool, 0, rows, 0.1)
+        assert np.isnan(out[0, 32:]).all()
+        assert np.isfinite(out[0, :32]).all()
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_pools_take_the_bytes_that_the_plan_counts(dtype: str, head_dim: int) -> None:
+    pool = ops.KVPool(3, 2, 4, head_dim, 64, dtype)
+    assert pool.page_bytes == 64 * 3 * 2 * 4 * kv_vector_bytes(head_dim, dtype)
+    latents = ops.LatentPool(3, 2, head_dim, 16, 64, dtype)
+    assert latents.page_bytes == 64 * 3 * kv_vector_bytes(head_dim + 16, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8"])
+@pytest.mark.parametrize(("heads", "latent_dim", "rope_dim", "page_tokens"), [
+    (4, 32, 16, 16),
+    (20, 72, 8, 32),
+    (40, 48, 0, 64),
+])  # fmt: skip
+def test_latents_equal_reference(
+    everywhere: Everywhere,
+    rng: np.random.Generator,
+    dtype: str,
+    heads: int,
+    latent_dim: int,
+    rope_dim: int,
+    page_tokens: int,
+) -> None:
+    tokens = page_tokens + 13
+    latents = rng.standard_normal((tokens, latent_dim + rope_dim)).astype(np.float32)
+    q = rng.standard_normal((2, heads, latent_dim + rope_dim)).astype(np.float32)
+    sinks = rng.standard_normal(heads).astype(np.float32)
+    rows = one_sequence(tokens, [2, 0])
+    oracle = reference.LatentPool(2, 3, latent_dim, rope_dim, page_tokens, dtype)
+    reference.latent_write(oracle, 1, latents, rows)
+    last = rows.cut(tokens - 2, tokens)
+    for more in ({}, {"window": 20, "sinks": sinks}):
+        expected = reference.latent_attention(q, oracle, 1, last, 0.1, **more)
+
+        def run(more: Any = more) -> Any:
+            pool = ops.LatentPool(2, 3, latent_dim, rope_dim, page_tokens, dtype)
+            ops.latent_write(pool, 1, latents, rows)
+            return ops.latent_attention(q, pool, 1, last, 0.1, **more)
+
+        for got in everywhere(run):
+            assert_same_bits(got, expected)
+
+
+def test_latents_are_attention_with_one_kv_head(
+    everywhere: Everywhere, rng: np.random.Generator
+) -> None:
+    tokens, heads, latent_dim, rope_dim = 150, 12, 48, 16
+    latents = rng.standard_normal((tokens, latent_dim + rope_dim)).astype(np.float32)
+    q = rng.standard_normal((tokens, heads, latent_dim + rope_dim)).astype(np.float32)
+    rows = one_sequence(tokens, [2, 0, 1])
+    keys = ops.KVPool(1, 3, 1, latent_dim + rope_dim, 64, "f16")
+    ops.kv_write(keys, 0, latents[:, None], latents[:, None], rows)
+    whole = ops.paged_attention(q, keys, 0, rows, 0.1).reshape(q.shape)
+    pool = ops.LatentPool(1, 3, latent_dim, rope_dim, 64, "f16")
+    ops.latent_write(pool, 0, latents, rows)
+    for got in everywhere(lambda: ops.latent_attention(q, pool, 0, rows, 0.1)):
+        assert_same_bits(got, np.ascontiguousarray(whole[:, :, :latent_dim]))
+
+
+def test_refused_latents(rng: np.random.Generator) -> None:
+    pool = ops.LatentPool(1, 2, 32, 16)
+    rows = one_sequence(1, [1])
+    with pytest.raises(ShapeError, match="layer 1 of 1"):
+        ops.latent_write(pool, 1, np.ones((1, 48), np.float32), rows)
+    with pytest.raises(ShapeError, match="shape"):
+        ops.latent_attention(np.ones((1, 2, 32), np.float32), pool, 0, rows, 1.0)
+    with pytest.raises(ShapeError, match="out of range"):
+        ops.LatentPool(1, 1, 1020, 8)
+    with pytest.raises(ShapeError, match="dtype must be"):
+        ops.LatentPool(1, 1, 32, 16, 64, "q4")

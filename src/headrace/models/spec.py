@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from headrace.errors import ConfigError
 from headrace.models.fields import ConfigFields
 from headrace.models.rope import Rope, read_rope
-from headrace.state import KV_DTYPES
+from headrace.state import kv_vector_bytes
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes that one token's keys and values take over all layers."""
-        values = 2 * self.num_key_value_heads * self.head_dim
-        return self.num_hidden_layers * values * KV_DTYPES[dtype]
+        vectors = 2 * self.num_key_value_heads * self.num_hidden_layers
+        return vectors * kv_vector_bytes(self.head_dim, dtype)
 
 
 def read_common(fields: ConfigFields) -> ModelSpec:

@@ -4,8 +4,14 @@ One module per family of ops; each op is one call into the native kernels and ha
 version of the same name and signature in `reference.py`, which is its specification and equals it
 to the bit. An op knows nothing of models, checkpoints or where an expert's bytes come from."""
 
-from headrace._core import KVPool, Matrix
-from headrace.ops.attention import StepRowsLike, kv_write, paged_attention
+from headrace._core import KVPool, LatentPool, Matrix
+from headrace.ops.attention import (
+    StepRowsLike,
+    kv_write,
+    latent_attention,
+    latent_write,
+    paged_attention,
+)
 from headrace.ops.elementwise import add, clamp
 from headrace.ops.embedding import embedding
 from headrace.ops.ffn import moe_ffn, swiglu_ffn
@@ -27,6 +33,7 @@ from headrace.ops.sampling import apply_penalties, log_softmax, sample
 
 __all__ = [
     "KVPool",
+    "LatentPool",
     "Matrix",
     "StepRowsLike",
     "add",
@@ -36,6 +43,8 @@ __all__ = [
     "embedding",
     "isa",
     "kv_write",
+    "latent_attention",
+    "latent_write",
     "linear",
     "linears",
     "lock_memory",

@@ -1,4 +1,4 @@
-"""Keys and values in pages, and grouped-query attention over them."""
+"""Keys, values and latents in pages, and attention over them: grouped-query and latent."""
 
 from typing import Protocol
 
@@ -25,6 +25,10 @@ class StepRowsLike(Protocol):
 def kv_write(pool: _core.KVPool, layer: int, k: Float32, v: Float32, rows: StepRowsLike) -> None:
     """Round keys and values to the pool's type and store them at their rows' positions.
 
+    A pool of q8 keeps, per 32 dims of a key or a value, int8 codes and one f16 scale, the least one
+    not below max|x| / 127: an item is off by at most half a scale. A group with a NaN or an
+    infinity reads as NaN.
+
     Args:
         pool: K kv heads of Dh dims, in pages.
         layer: 0 to the pool's layers - 1.
@@ -39,9 +43,16 @@ def kv_write(pool: _core.KVPool, layer: int, k: Float32, v: Float32, rows: StepR
 
 
 def paged_attention(
-    q: Float32, pool: _core.KVPool, layer: int, rows: StepRowsLike, scale: float
+    q: Float32,
+    pool: _core.KVPool,
+    layer: int,
+    rows: StepRowsLike,
+    scale: float,
+    *,
+    window: int | None = None,
+    sinks: Float32 | None = None,
 ) -> Float32:
-    """Attend from each row to positions 0..position of its own sequence.
+    """Attend from each row to its own sequence, up to the row's position.
 
     Head h reads kv head h // (H/K). Pages in ascending order; in a page the scores are chains
     over the head's dims, then maximum, exponentials, tree sum, and a chain over the values; pages
@@ -54,15 +65,70 @@ def paged_attention(
         layer: 0 to the pool's layers - 1.
         rows: positions and pages of the T rows.
         scale: multiplies the scores, usually Dh ** -0.5.
+        window: W >= 1; a row sees the last W positions only, its own included. Pages wholly before
+            it are not read and need not exist. None: all positions.
+        sinks: [H] float32, one more score per head, not scaled, that takes its share of the softmax
+            and has no value. None: no sinks.
 
     Returns:
         [T, H * Dh] float32.
 
     Raises:
-        ShapeError: a shape differs, or a row points outside its pages.
+        ShapeError: a shape differs, the window is below 1, or a row points outside its pages.
 
     Source:
         Vaswani et al., Attention Is All You Need, equation 1; Ainslie et al., GQA; online softmax
-        as in Milakov and Gimelshein, arXiv 1805.02867.
+        as in Milakov and Gimelshein, arXiv 1805.02867; sinks and windows as in the gpt-oss
+        reference model.
     """
-    return _core.paged_attention(q, pool, layer, rows, scale)
+    return _core.paged_attention(q, pool, layer, rows, scale, window=window, sinks=sinks)
+
+
+def latent_write(pool: _core.LatentPool, layer: int, latents: Float32, rows: StepRowsLike) -> None:
+    """Round latents to the pool's type and store them at their rows' positions.
+
+    Args:
+        pool: latents of R dims with rope keys of dr dims, in pages.
+        layer: 0 to the pool's layers - 1.
+        latents: [T, R + dr] float32, the normed latent followed by the turned rope key.
+        rows: positions and pages of the T rows.
+
+    Raises:
+        ShapeError: a shape differs, or a row points outside its pages.
+    """
+    _core.latent_write(pool, layer, latents, rows)
+
+
+def latent_attention(
+    q: Float32,
+    pool: _core.LatentPool,
+    layer: int,
+    rows: StepRowsLike,
+    scale: float,
+    *,
+    window: int | None = None,
+    sinks: Float32 | None = None,
+) -> Float32:
+    """Attend as `paged_attention` does, all heads to the same latents.
+
+    A token's key is its latent with its rope key, its value the latent alone.
+
+    Args:
+        q: [T, H, R + dr] float32, the query absorbed into the latent's space, with its rope part.
+        pool: latents written before, those of this step included.
+        layer: 0 to the pool's layers - 1.
+        rows: positions and pages of the T rows.
+        scale: multiplies the scores; the model's own, not a power of R + dr.
+        window: as in `paged_attention`.
+        sinks: as in `paged_attention`.
+
+    Returns:
+        [T, H, R] float32, in the latent's space.
+
+    Raises:
+        ShapeError: a shape differs, the window is below 1, or a row points outside its pages.
+
+    Source:
+        DeepSeek-AI, DeepSeek-V2, arXiv 2405.04434, section 2.1, with the up-projections absorbed.
+    """
+    return _core.latent_attention(q, pool, layer, rows, scale, window=window, sinks=sinks)

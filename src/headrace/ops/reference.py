@@ -2,10 +2,10 @@
 
 The specification and oracle of the native kernels: same names, same signatures, equal bits. NumPy
 has no fused multiply-add, so `fma` emulates one exactly. Slow; it runs in tests and where
-somebody asks for it. Keys and values live in this module's own `KVPool`, experts in its own
-`Experts`."""
+somebody asks for it. Keys, values and latents live in this module's own pools, experts
+in its own `Experts`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,8 +209,40 @@ def rope(x: Float32, cos: Float32, sin: Float32) -> Float32:
     return out
 
 
+_KV_GROUP = 32  # items that share a scale in q8
+
+
+def _kept(x: Float32, dtype: str) -> Float32:
+    """The values that a pool of `dtype` keeps of x [..., items]."""
+    if dtype == "f16":
+        with np.errstate(over="ignore"):
+            return x.astype(np.float16).astype(np.float32)
+    if dtype == "bf16":
+        return quant.bf16_to_float(quant.float_to_bf16(x))
+    if dtype == "q8":
+        return _kept_in_q8(x)
+    return x
+
+
+def _kept_in_q8(x: Float32) -> Float32:
+    """code * scale; the scale is the least float16 that is not below the group's max|x| / 127."""
+    items = x.shape[-1]
+    padded = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -items % _KV_GROUP)])
+    groups = padded.reshape(*x.shape[:-1], -1, _KV_GROUP)
+    amax = np.abs(groups).max(axis=-1, keepdims=True)
+    exact = amax / np.float32(127)
+    with np.errstate(all="ignore"):
+        half = exact.astype(np.float16)
+        up = np.where(half.astype(np.float32) < exact, np.nextafter(half, np.float16(np.inf)), half)
+        scale = np.minimum(up, np.float16(65504)).astype(np.float32)
+        scale = np.where(np.isfinite(amax), scale, np.float32(np.nan))
+        codes = np.rint(np.clip(groups / scale, -127, 127)) + np.float32(0)  # integers have no -0
+        kept = np.where(scale == 0, np.float32(0), codes * scale)
+    return kept.astype(np.float32).reshape(padded.shape)[..., :items]
+
+
 class KVPool:
-    """The reference's keys and values: [layer, page, kv_head, page_tokens, head_dim], as stored."""
+    """The reference's keys and values: [layer, page, kv_head, page_tokens, head_dim], as kept."""
 
     def __init__(
         self,
@@ -227,56 +259,129 @@ class KVPool:
         self.page_tokens = page_tokens
         self.dtype = dtype
 
-    def rounded(self, x: Float32) -> Float32:
-        """The values that the pool's type keeps."""
-        if self.dtype == "f16":
-            return x.astype(np.float16).astype(np.float32)
-        return quant.bf16_to_float(quant.float_to_bf16(x)) if self.dtype == "bf16" else x
-
 
 def kv_write(pool: KVPool, layer: int, k: Float32, v: Float32, rows: StepRowsLike) -> None:
     """See `headrace.ops.kv_write`."""
     for t, (position, sequence) in enumerate(zip(rows.positions, rows.sequences, strict=True)):
         page = rows.page_table[sequence, position // pool.page_tokens]
         slot = position % pool.page_tokens
-        pool.keys[layer, page, :, slot] = pool.rounded(k[t])
-        pool.values[layer, page, :, slot] = pool.rounded(v[t])
+        pool.keys[layer, page, :, slot] = _kept(k[t], pool.dtype)
+        pool.values[layer, page, :, slot] = _kept(v[t], pool.dtype)
 
 
 def paged_attention(
-    q: Float32, pool: KVPool, layer: int, rows: StepRowsLike, scale: float
+    q: Float32,
+    pool: KVPool,
+    layer: int,
+    rows: StepRowsLike,
+    scale: float,
+    *,
+    window: int | None = None,
+    sinks: Float32 | None = None,
 ) -> Float32:
     """See `headrace.ops.paged_attention`."""
     tokens, heads, head_dim = q.shape
     out = np.zeros((tokens, heads, head_dim), np.float32)
     share = heads // pool.keys.shape[2]
     for t in range(tokens):
-        visible = int(rows.positions[t]) + 1
-        pages = rows.page_table[rows.sequences[t]]
         for h in range(heads):
             state: tuple[Any, Any, Any] | None = None
-            for p in range(-(-visible // pool.page_tokens)):
-                n = min(visible - p * pool.page_tokens, pool.page_tokens)
-                keys = pool.keys[layer, pages[p], h // share, :n]
-                values = pool.values[layer, pages[p], h // share, :n]
-                state = _merge(state, _one_page(q[t, h], keys, values, scale))
-            assert state is not None, "a row sees at least itself"
-            out[t, h] = state[2] / state[1]
+            for page, slots in _seen(rows, t, pool.page_tokens, window):
+                keys = pool.keys[layer, page, h // share, slots]
+                values = pool.values[layer, page, h // share, slots]
+                state = _merge(state, _one_page(q[t, h], keys, values, scale, slots.start))
+            out[t, h] = _finish(state, None if sinks is None else sinks[h])
     return out.reshape(tokens, heads * head_dim)
 
 
-def _one_page(q: Float32, keys: Float32, values: Float32, scale: float) -> tuple[Any, Any, Any]:
-    """Maximum, sum and unnormalised output of one page."""
+class LatentPool:
+    """The reference's latents: [layer, page, page_tokens, latent_dim + rope_dim], as kept."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        latent_dim: int,
+        rope_dim: int,
+        page_tokens: int = 64,
+        dtype: str = "f16",
+    ) -> None:
+        shape = (num_layers, num_pages, page_tokens, latent_dim + rope_dim)
+        self.latents = np.zeros(shape, np.float32)
+        self.latent_dim = latent_dim
+        self.page_tokens = page_tokens
+        self.dtype = dtype
+
+
+def latent_write(pool: LatentPool, layer: int, latents: Float32, rows: StepRowsLike) -> None:
+    """See `headrace.ops.latent_write`."""
+    for t, (position, sequence) in enumerate(zip(rows.positions, rows.sequences, strict=True)):
+        page = rows.page_table[sequence, position // pool.page_tokens]
+        pool.latents[layer, page, position % pool.page_tokens] = _kept(latents[t], pool.dtype)
+
+
+def latent_attention(
+    q: Float32,
+    pool: LatentPool,
+    layer: int,
+    rows: StepRowsLike,
+    scale: float,
+    *,
+    window: int | None = None,
+    sinks: Float32 | None = None,
+) -> Float32:
+    """See `headrace.ops.latent_attention`."""
+    tokens, heads, _ = q.shape
+    out = np.zeros((tokens, heads, pool.latent_dim), np.float32)
+    for t in range(tokens):
+        for h in range(heads):
+            state: tuple[Any, Any, Any] | None = None
+            for page, slots in _seen(rows, t, pool.page_tokens, window):
+                keys = pool.latents[layer, page, slots]
+                values = keys[:, : pool.latent_dim]
+                state = _merge(state, _one_page(q[t, h], keys, values, scale, slots.start))
+            out[t, h] = _finish(state, None if sinks is None else sinks[h])
+    return out
+
+
+def _seen(
+    rows: StepRowsLike, t: int, page_tokens: int, window: int | None
+) -> Iterator[tuple[int, slice]]:
+    """The pages that row t sees, ascending, and which of their tokens."""
+    end = int(rows.positions[t]) + 1
+    begin = 0 if window is None else max(0, end - window)
+    for p in range(begin // page_tokens, -(-end // page_tokens)):
+        before = p * page_tokens
+        slots = slice(max(begin - before, 0), min(end - before, page_tokens))
+        yield int(rows.page_table[rows.sequences[t], p]), slots
+
+
+def _finish(state: tuple[Any, Any, Any] | None, sink: Any) -> Any:
+    assert state is not None, "a row sees at least itself"
+    if sink is None:
+        return state[2] / state[1]
+    maximum = max(state[0], sink)
+    keep, take = exp(np.array([state[0] - maximum, sink - maximum], np.float32))
+    return (state[2] * keep) / fma(state[1], keep, take)
+
+
+def _one_page(
+    q: Float32, keys: Float32, values: Float32, scale: float, first: int
+) -> tuple[Any, Any, Any]:
+    """Maximum, sum and unnormalised output of one page, whose first seen token is `first`.
+
+    The sum's lanes go by the token's place in the page.
+    """
     scores = np.zeros(keys.shape[0], np.float32)
     for d in range(q.shape[0]):
         scores = fma(q[d], keys[:, d], scores)
     scores = scores * np.float32(scale)
     maximum = scores.max()
     e = exp(scores - maximum)
-    out = np.zeros(q.shape[0], np.float32)
+    out = np.zeros(values.shape[1], np.float32)
     for key in range(keys.shape[0]):
         out = fma(e[key], values[key], out)
-    return maximum, _sum(e), out
+    return maximum, _sum(np.pad(e, (first, 0))), out
 
 
 def _merge(state: tuple[Any, Any, Any] | None, page: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
