@@ -15,7 +15,7 @@ from headrace.errors import ConfigError
 
 Auto: TypeAlias = Literal["auto"]
 
-KV_DTYPES = ("f16", "bf16", "f32")
+KV_DTYPES = ("f16", "bf16", "f32", "q8")
 POLICIES = ("next-use", "frequency", "slru", "lru")
 HISTORY_MODES = ("write", "read", "off")
 EMBEDDING_PLACES = ("auto", "resident", "drive")
@@ -206,7 +206,8 @@ class EngineConfig:
     kv: str = field(
         default="f16",
         metadata={
-            "help": "format of keys and values: f16, bf16 or f32; each answers in its own way",
+            "help": "format of keys and values: f16, bf16, f32, or q8, which takes half the bytes "
+            "of f16 and is named lossy; each answers in its own way",
             "changes_tokens": True,
         },
     )

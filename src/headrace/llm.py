@@ -435,6 +435,7 @@ class LLM:
             seed=sequence.seed,
             isa=ops.isa(),
             threads=ops.num_threads(),
+            lossy={"kv": self.plan.kv} if self.plan.kv == "q8" else None,
         )
 
     def _huge_pages_bytes(self) -> int:

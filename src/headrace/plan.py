@@ -146,6 +146,7 @@ class MemoryPlan:
     chunk: int
     max_logits_rows: int
     num_pages: int
+    kv: str  # format of keys and values
     embedding: str  # resident | drive | tied
     num_slots: int
     num_records: int
@@ -176,7 +177,7 @@ class MemoryPlan:
             ("interpreter and libraries", self.interpreter_bytes),
             ("dense weights", self.dense_bytes),
             ("embedding", self.embedding_bytes),
-            (f"keys and values, {self.num_pages * PAGE_TOKENS} tokens", self.kv_bytes),
+            (f"keys and values, {self.num_pages * PAGE_TOKENS} tokens in {self.kv}", self.kv_bytes),
             (f"work buffers, chunk {self.chunk}", self.work_bytes),
             ("readers, policy, threads", self.readers_bytes),
             ("margin", self.margin_bytes),
@@ -317,6 +318,7 @@ def make_plan(
         chunk=chunk,
         max_logits_rows=logits_rows,
         num_pages=num_pages(config, context),
+        kv=config.kv,
         embedding="resident" if is_resident else "drive" if sizes.embedding_bytes else "tied",
         num_slots=num_slots,
         num_records=sizes.num_records,

@@ -91,7 +91,7 @@ def test_sampling_out_of_range_is_named(options: dict[str, Any]) -> None:
         (EngineConfig, {"context": 1}),
         (EngineConfig, {"sequences": 0}),
         (EngineConfig, {"chunk": 0}),
-        (EngineConfig, {"kv": "q8"}),
+        (EngineConfig, {"kv": "q4"}),
         (EngineConfig, {"embedding": "gpu"}),
         (EngineConfig, {"threads": 0}),
         (EngineConfig, {"isa": "sse2"}),
