@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from headrace import _core
-from headrace.arrays import Bytes
+from headrace.arrays import Bytes, Float32
 from headrace.checkpoint.base import CHUNK_BYTES, NUMPY_TYPES
 from headrace.errors import CheckpointError
 
@@ -174,3 +174,20 @@ def pack_values(
         check_finite(values, source, name, path, first)  # knows the file and the whole index
         raise
     return packed
+
+
+def unpack_values(data: Bytes, format: str, shape: tuple[int, int], group: int) -> Float32:
+    """Give the real numbers that packed bytes stand for.
+
+    Args:
+        data: uint8 at any address, as a container holds a matrix.
+        format: of the packed bytes.
+        shape: [outputs, inputs].
+        group: inputs per scale, 1 for the floating formats.
+
+    Returns:
+        [outputs, inputs] float32.
+    """
+    aligned = _core.aligned_empty(data.nbytes)
+    aligned[:] = data
+    return _core.unpack(_core.Matrix(aligned, format, *shape, group))

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace import _core
 from headrace.arrays import Bytes
 from headrace.checkpoint import ContainerCheckpoint, HuggingFaceCheckpoint, Matrix
 from headrace.checkpoint.base import to_float32
@@ -29,6 +28,7 @@ from headrace.checkpoint.values import (
     pack_values,
     read_range,
     row_pieces,
+    unpack_values,
 )
 from headrace.checkpoint.writer import TEMPORARY_SUFFIX
 from headrace.convert.gguf_plan import DensePart, GgufPlan, GgufRecipe, make_gguf_plan
@@ -235,10 +235,8 @@ def _blocks(piece: _Piece, format: str) -> Bytes:
         return _quantised(piece, piece.data, piece.format, format)
     if format == piece.format:
         return blocks_of_packed(piece.data, format, piece.rows, piece.cols, piece.group)
-    data = _core.aligned_empty(piece.data.nbytes)
-    data[:] = piece.data
-    packed = Matrix(data, piece.format, piece.rows, piece.cols, piece.group)
-    values: Bytes = _core.unpack(packed).view(np.uint8)
+    shape = (piece.rows, piece.cols)
+    values: Bytes = unpack_values(piece.data, piece.format, shape, piece.group).view(np.uint8)
     if format == "f32":
         return values
     return _quantised(piece, values.reshape(-1), "f32", format)
