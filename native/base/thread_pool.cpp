@@ -75,18 +75,21 @@ void Shares::deal_to(int32_t thread, int64_t count) {
   }
 }
 
-int64_t Shares::take(int32_t thread) {
+Shares::Items Shares::take(int32_t thread) {
   std::atomic<uint64_t>& own = parts_[thread].range;
   uint64_t range = own.load();
   while (num_left(range) > 0) {
-    if (own.compare_exchange_weak(range, range + 1)) return begin_of(range);
+    const int64_t next = begin_of(range) + (num_left(range) + 3) / 4;
+    if (own.compare_exchange_weak(range, packed(next, end_of(range)))) {
+      return {begin_of(range), next};
+    }
   }
   return steal(thread);
 }
 
 // No item is dealt twice, so a range that was seen once never comes back with other items behind
 // it, and an exchange that succeeds took what was seen.
-int64_t Shares::steal(int32_t thread) {
+Shares::Items Shares::steal(int32_t thread) {
   for (;;) {
     int32_t richest = -1;
     uint64_t range = 0;
@@ -97,14 +100,15 @@ int64_t Shares::steal(int32_t thread) {
         range = other;
       }
     }
-    if (richest < 0) return -1;
+    if (richest < 0) return {0, 0};
     const int64_t end = end_of(range);
     const int64_t first = end - (num_left(range) + 1) / 2;
     if (!parts_[richest].range.compare_exchange_strong(range, packed(begin_of(range), first))) {
       continue;
     }
-    parts_[thread].range.store(packed(first + 1, end));
-    return first;
+    const int64_t next = first + (end - first + 3) / 4;
+    parts_[thread].range.store(packed(next, end));
+    return {first, next};
   }
 }
 

@@ -39,8 +39,7 @@ LinearArgs block_args(const MatrixView& matrix, int64_t begin, int64_t end, floa
 
 // Up to this many rows a product waits for memory, not for arithmetic.
 inline constexpr int32_t kFewRows = 4;
-// Of weights in an item of such a product: few, so that threads end together and one which lost its
-// core holds up little. Taken one after another from the front they are one stream all the same.
+// Of weights in an item of such a product: few, so that threads end together.
 inline constexpr int64_t kItemBytes = 32768;
 // Of larger products, which unpack weights or pack inputs once per item.
 inline constexpr int64_t kItemsPerThread = 4;

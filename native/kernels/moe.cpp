@@ -161,11 +161,12 @@ class Flow {
     bool has_finished = false;
     for (int32_t s = current_.load(); s >= 0 && s < kNumStages; s = current_.load()) {
       Stage& stage = stages_[s];
-      int64_t item = stage.shares.take(thread);
-      if (item < 0 && current_.load() == s) break;  // others hold the rest
-      for (; item >= 0; item = stage.shares.take(thread)) {
-        compute(s, item);
-        if (stage.left.fetch_sub(1) > 1) continue;
+      Shares::Items items = stage.shares.take(thread);
+      if (items.begin == items.end && current_.load() == s) break;  // others hold the rest
+      for (; items.begin < items.end; items = stage.shares.take(thread)) {
+        compute(s, items);
+        const int64_t count = items.end - items.begin;
+        if (stage.left.fetch_sub(count) > count) continue;
         current_.store(s == 0 && stages_[1].num_items == 0 ? 2 : s + 1);
         has_finished = true;
       }
@@ -186,20 +187,20 @@ class Flow {
     return (matrix.num_blocks() + blocks - 1) / blocks;
   }
 
-  void compute(int32_t stage, int64_t item) {
+  void compute(int32_t stage, Shares::Items items) {
     if (stage == 0) {
-      gate_and_up(item);
+      gate_and_up(items);
     } else if (stage == 1) {
-      quantise_hidden(item);
+      quantise_hidden(items);
     } else {
-      down(item);
+      down(items);
     }
   }
 
-  void gate_and_up(int64_t item) {
+  void gate_and_up(Shares::Items items) {
     const int64_t inner = network_.gate.rows;
-    const int64_t begin = item * gate_blocks_;
-    const int64_t end = std::min(begin + gate_blocks_, network_.gate.num_blocks());
+    const int64_t begin = items.begin * gate_blocks_;
+    const int64_t end = std::min(items.end * gate_blocks_, network_.gate.num_blocks());
     float* gate = buffers_.gate.get() + network_.first_row * inner;
     float* up = buffers_.up.get() + network_.first_row * inner;
     LinearArgs args = block_args(network_.gate, begin, end, gate);
@@ -223,9 +224,9 @@ class Flow {
     kernels().linear[static_cast<int>(matrix.format)](args);
   }
 
-  void quantise_hidden(int64_t item) {
-    const int64_t end = std::min<int64_t>((item + 1) * kQuantiseRows, network_.num_rows);
-    for (int64_t i = item * kQuantiseRows; i < end; ++i) {
+  void quantise_hidden(Shares::Items items) {
+    const int64_t end = std::min<int64_t>(items.end * kQuantiseRows, network_.num_rows);
+    for (int64_t i = items.begin * kQuantiseRows; i < end; ++i) {
       const int64_t row = network_.first_row + i;
       const float* x = buffers_.gate.get() + row * network_.down.cols;
       if (!buffers_.hidden->quantise(kernels(), x, static_cast<int32_t>(row))) {
@@ -234,9 +235,9 @@ class Flow {
     }
   }
 
-  void down(int64_t item) const {
-    const int64_t begin = item * down_blocks_;
-    const int64_t end = std::min(begin + down_blocks_, network_.down.num_blocks());
+  void down(Shares::Items items) const {
+    const int64_t begin = items.begin * down_blocks_;
+    const int64_t end = std::min(items.end * down_blocks_, network_.down.num_blocks());
     LinearArgs args = block_args(network_.down, begin, end, buffers_.out);
     args.x = buffers_.gate.get() + network_.first_row * network_.down.cols;
     if (buffers_.hidden) buffers_.hidden->bind(args, network_.first_row);
@@ -276,10 +277,12 @@ class Flows {
   void run(After&& after) {
     owners_.deal(count_);
     pool_.together([&](int32_t thread) {
-      for (int64_t i; (i = owners_.take(thread)) >= 0;) {
-        flows_[i].begin_alone(thread);
-        announce();
-        advance(flows_[i], thread);
+      for (auto own = owners_.take(thread); own.begin < own.end; own = owners_.take(thread)) {
+        for (int64_t i = own.begin; i < own.end; ++i) {
+          flows_[i].begin_alone(thread);
+          announce();
+          advance(flows_[i], thread);
+        }
       }
       help(thread);
       after(thread);

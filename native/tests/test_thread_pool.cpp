@@ -51,8 +51,11 @@ void test_shares(int32_t threads) {
       }
       std::vector<std::atomic<int8_t>> taken(static_cast<size_t>(count));
       pool.together([&](int32_t thread) {
-        for (int64_t item; (item = shares.take(thread)) >= 0;) {
-          taken[static_cast<size_t>(item)].fetch_add(1);
+        for (auto items = shares.take(thread); items.begin < items.end;
+             items = shares.take(thread)) {
+          for (int64_t i = items.begin; i < items.end; ++i) {
+            taken[static_cast<size_t>(i)].fetch_add(1);
+          }
         }
       });
       for (const std::atomic<int8_t>& n : taken) check(n.load() == 1);
@@ -60,14 +63,21 @@ void test_shares(int32_t threads) {
   }
 }
 
-// Nobody steals from a thread that is alone: its items come in order.
-void test_own_share_is_in_order() {
+// A thread goes through its own part in order, then takes the back half of another's.
+void test_order_of_shares() {
   std::vector<Shares::Part> parts(2);
   Shares shares(parts.data(), 2);
-  shares.deal(10);
-  for (int64_t expected : {5, 6, 7, 8, 9, 2})
-    check(shares.take(1) == expected);  // then half of 0..4
-  for (int64_t expected : {0, 1}) check(shares.take(0) == expected);
+  shares.deal(16);
+  const auto takes = [&](int32_t thread, int64_t begin, int64_t end) {
+    const Shares::Items items = shares.take(thread);
+    return items.begin == begin && items.end == end;
+  };
+  check(takes(1, 8, 10) && takes(1, 10, 12) && takes(1, 12, 13) && takes(1, 13, 14));
+  check(takes(1, 14, 15) && takes(1, 15, 16));
+  check(takes(1, 4, 5) && takes(1, 5, 6));  // of 4..7
+  check(takes(0, 0, 1) && takes(0, 1, 2) && takes(0, 2, 3) && takes(0, 3, 4));
+  check(takes(0, 7, 8) && takes(1, 6, 7));
+  check(takes(0, 0, 0) && takes(1, 0, 0));
 }
 
 // A region ends when everybody who came has left; each thread comes once and has its own number.
@@ -188,7 +198,7 @@ int main() {
     test_shares(threads);
     test_regions(threads);
   }
-  test_own_share_is_in_order();
+  test_order_of_shares();
   test_wait_for_change();
   test_several_callers();
   test_parked_workers_wake();
