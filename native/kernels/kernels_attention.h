@@ -7,6 +7,7 @@
 
 #include "kernels/attention_table.h"
 #include "kernels/kernels_float.h"
+#include "kernels/unroll.h"
 
 namespace headrace::HEADRACE_ISA {
 
@@ -63,25 +64,17 @@ class Fetcher {
   int64_t hop_;
 };
 
-// f(0), ..., f(n - 1) without a loop: accumulators that are indexed by constants only live in
-// registers, whatever the compiler thinks of unrolling. HEADRACE_INLINE marks such an f.
+// A step of `unroll` that is long must be told to be inlined, or its accumulators leave registers.
 #define HEADRACE_INLINE __attribute__((always_inline))
-template <int n, class F>
-HEADRACE_INLINE inline void repeat(const F& f) {
-  if constexpr (n > 0) {
-    repeat<n - 1>(f);
-    f(n - 1);
-  }
-}
 
 template <int n>
 HEADRACE_INLINE inline void clear(Floats* acc) {
-  repeat<n>([&](int i) HEADRACE_INLINE { acc[i] = splat(0.0f); });
+  unroll<n>([&](int i) HEADRACE_INLINE { acc[i] = splat(0.0f); });
 }
 // acc[i][j] = fma(x[i], y[j], acc[i][j])
 template <int n, int m>
 HEADRACE_INLINE inline void add_outer(const Floats* x, const Floats* y, Floats* acc) {
-  repeat<n * m>([&](int i) HEADRACE_INLINE { acc[i] = fma(x[i / m], y[i % m], acc[i]); });
+  unroll<n * m>([&](int i) HEADRACE_INLINE { acc[i] = fma(x[i / m], y[i % m], acc[i]); });
 }
 
 // ---- grouped queries. Q query heads share every load of a key or a value; the chain of each is
@@ -103,25 +96,25 @@ void page_scores_at(const PageArgs& page, const float* packed, int32_t key, Scor
   for (int32_t first = 0; first < page.head_dim; first += group) {
     Floats scale[V];
     if constexpr (F == Format::Q8) {
-      repeat<V>([&](int v) HEADRACE_INLINE { scale[v] = load_f16(scales + 32 * v); });
+      unroll<V>([&](int v) HEADRACE_INLINE { scale[v] = load_f16(scales + 32 * v); });
       scales += int64_t{page.page_tokens} * 2;
     }
     const int32_t end = page.head_dim - first < group ? page.head_dim : first + group;
     for (int32_t d = first; d < end; ++d) {
       Floats k[V];
-      repeat<V>([&](int v) HEADRACE_INLINE {
+      unroll<V>([&](int v) HEADRACE_INLINE {
         k[v] = load_items<F>(keys + 16 * v * kItemBytes<F>);
         if constexpr (F == Format::Q8) k[v] = mul(k[v], scale[v]);
       });
       keys += stride;
       fetcher.step();
       Floats x[Q];
-      repeat<Q>([&](int q) HEADRACE_INLINE { x[q] = splat(packed[int64_t{d} * Q + q]); });
+      unroll<Q>([&](int q) HEADRACE_INLINE { x[q] = splat(packed[int64_t{d} * Q + q]); });
       add_outer<Q, V>(x, k, acc);
     }
   }
   const Floats scale = splat(page.scale);
-  repeat<Q * V>([&](int i) HEADRACE_INLINE {
+  unroll<Q * V>([&](int i) HEADRACE_INLINE {
     store(scores[i / V] + key + 16 * (i % V), mul(acc[i], scale));
   });
 }
@@ -144,6 +137,21 @@ struct Join {
   float keep, take;
   bool is_first;
 };
+
+// Moves a state's maximum to the larger of its own and a part's; keep and take become the exponents
+// of the weights of both. `tail` is the state's maximum and sum.
+inline bool raise_maximum(float* tail, float maximum, float& keep, float& take) {
+  const bool is_first = tail[1] == 0.0f;
+  const float both = is_first || maximum > tail[0] ? maximum : tail[0];
+  keep = tail[0] - both;
+  take = maximum - both;
+  tail[0] = both;
+  return is_first;
+}
+
+inline void join_sum(const Join& join, float sum, float* tail) {
+  tail[1] = join.is_first ? sum : __builtin_fmaf(tail[1], join.keep, sum * join.take);
+}
 
 // Scores become exponentials, those of invisible keys beside visible ones 0. Lane l sums the keys
 // l, l + 16, ... of the page.
@@ -170,23 +178,17 @@ void page_softmax(const PageArgs& page, const PageQuery* queries, Scores* scores
   float sums[Q] = {};
   for (int q = 0; q < Q; ++q) {
     if (queries[q].begin >= queries[q].end) continue;
-    float* state = queries[q].state + page.head_dim;
     float maximum;
     exponentials(scores[q], queries[q].begin, queries[q].end, maximum, sums[q]);
-    joins[q].is_first = state[1] == 0.0f;
-    const float both = joins[q].is_first || maximum > state[0] ? maximum : state[0];
-    weights[q] = state[0] - both;
-    weights[kQueriesTogether + q] = maximum - both;
-    state[0] = both;
+    joins[q].is_first = raise_maximum(queries[q].state + page.head_dim, maximum, weights[q],
+                                      weights[kQueriesTogether + q]);
   }
   store(weights, exp_lanes(load(weights)));
   for (int q = 0; q < Q; ++q) {
     if (queries[q].begin >= queries[q].end) continue;
-    float* sum = queries[q].state + page.head_dim + 1;
     joins[q].keep = weights[q];
     joins[q].take = weights[kQueriesTogether + q];
-    *sum =
-        joins[q].is_first ? sums[q] : __builtin_fmaf(*sum, joins[q].keep, sums[q] * joins[q].take);
+    join_sum(joins[q], sums[q], queries[q].state + page.head_dim);
   }
 }
 
@@ -211,7 +213,7 @@ void page_values_at(const PageArgs& page, const PageQuery* queries, const Scores
   Fetcher<V * 16 * kItemBytes<F>> fetcher(ahead);
   for (int32_t key = queries[0].begin; key < queries[0].end; ++key) {
     Floats value[V];
-    repeat<V>([&](int v) HEADRACE_INLINE {
+    unroll<V>([&](int v) HEADRACE_INLINE {
       const std::byte* items = values + 16 * v * kItemBytes<F>;
       value[v] = V == 1 && n < 16 ? load_few_items<F>(items, n) : load_items<F>(items);
       if constexpr (F == Format::Q8) {
@@ -221,10 +223,10 @@ void page_values_at(const PageArgs& page, const PageQuery* queries, const Scores
     values += stride;
     fetcher.step();
     Floats w[Q];
-    repeat<Q>([&](int q) HEADRACE_INLINE { w[q] = splat(weights[q][key]); });
+    unroll<Q>([&](int q) HEADRACE_INLINE { w[q] = splat(weights[q][key]); });
     add_outer<Q, V>(w, value, acc);
   }
-  repeat<Q * V>([&](int i) HEADRACE_INLINE {
+  unroll<Q * V>([&](int i) HEADRACE_INLINE {
     join_values(joins[i / V], acc[i], queries[i / V].state + d + 16 * (i % V), V == 1 ? n : 16);
   });
 }
@@ -356,13 +358,13 @@ inline void latent_scores_at(const LatentArgs& page, const float* wide, float* s
   for (int32_t d = 0; d < page.width; ++d) {
     const float* query = page.queries + int64_t{d} * kLatentHeads;
     Floats q[kHeadVectors];
-    repeat<kHeadVectors>([&](int h) HEADRACE_INLINE { q[h] = load(query + 16 * h); });
+    unroll<kHeadVectors>([&](int h) HEADRACE_INLINE { q[h] = load(query + 16 * h); });
     Floats x[kLatentKeys];
-    repeat<kLatentKeys>([&](int k)
+    unroll<kLatentKeys>([&](int k)
                             HEADRACE_INLINE { x[k] = splat(wide[int64_t{k} * page.width + d]); });
     add_outer<kLatentKeys, kHeadVectors>(x, q, acc);
   }
-  repeat<kLatentKeys * kHeadVectors>([&](int i) HEADRACE_INLINE {
+  unroll<kLatentKeys * kHeadVectors>([&](int i) HEADRACE_INLINE {
     store(scores + i / kHeadVectors * kLatentHeads + i % kHeadVectors * 16,
           mul(acc[i], splat(page.scale)));
   });
@@ -397,22 +399,17 @@ inline void latent_softmax(const LatentArgs& page, float* scores, Join* joins) {
   }
   const int64_t stride = state_stride(page.value_dim);
   for (int h = 0; h < kLatentHeads; ++h) {
-    float* state = page.states + h * stride + page.value_dim;
-    joins[h].is_first = state[1] == 0.0f;
-    const float both = joins[h].is_first || maxima[h] > state[0] ? maxima[h] : state[0];
-    keep[h] = state[0] - both;
-    take[h] = maxima[h] - both;
-    state[0] = both;
+    float* tail = page.states + h * stride + page.value_dim;
+    joins[h].is_first = raise_maximum(tail, maxima[h], keep[h], take[h]);
   }
   for (int h = 0; h < kLatentHeads; h += 16) {
     store(keep + h, exp_lanes(load(keep + h)));
     store(take + h, exp_lanes(load(take + h)));
   }
   for (int h = 0; h < kLatentHeads; ++h) {
-    float* sum = page.states + h * stride + page.value_dim + 1;
     joins[h].keep = keep[h];
     joins[h].take = take[h];
-    *sum = joins[h].is_first ? sums[h] : __builtin_fmaf(*sum, keep[h], sums[h] * take[h]);
+    join_sum(joins[h], sums[h], page.states + h * stride + page.value_dim);
   }
 }
 
@@ -426,14 +423,14 @@ void latent_values_at(const LatentArgs& page, const float* wide, const float* we
   for (int32_t token = page.begin; token < page.end; ++token) {
     const float* row = wide + int64_t{token} * page.width + d;
     Floats value[V];
-    repeat<V>([&](int v)
+    unroll<V>([&](int v)
                   HEADRACE_INLINE { value[v] = V == 1 ? load_some(row, n) : load(row + 16 * v); });
     Floats w[kHeads];
-    repeat<kHeads>(
+    unroll<kHeads>(
         [&](int h) HEADRACE_INLINE { w[h] = splat(weights[int64_t{token} * kLatentHeads + h]); });
     add_outer<kHeads, V>(w, value, acc);
   }
-  repeat<kHeads * V>([&](int i) HEADRACE_INLINE {
+  unroll<kHeads * V>([&](int i) HEADRACE_INLINE {
     float* target = states + int64_t{i / V} * state_stride(page.value_dim) + d + 16 * (i % V);
     join_values(joins[i / V], acc[i], target, V == 1 ? n : 16);
   });
@@ -472,18 +469,15 @@ void attend_latents(const LatentArgs& page) {
 // ---- states
 
 inline void join_state(const float* part, int32_t width, float* state) {
-  const float maximum = part[width];
   const float sum = part[width + 1];
   if (sum == 0.0f) return;
-  const bool is_first = state[width + 1] == 0.0f;
-  const float both = is_first || maximum > state[width] ? maximum : state[width];
-  alignas(64) float weights[16] = {state[width] - both, maximum - both};
+  alignas(64) float weights[16] = {};
+  const bool is_first = raise_maximum(state + width, part[width], weights[0], weights[1]);
   store(weights, exp_lanes(load(weights)));
   const Join join{weights[0], weights[1], is_first};
   map_rows(width,
            [&](int64_t d, int n) { join_values(join, load_some(part + d, n), state + d, n); });
-  state[width] = both;
-  state[width + 1] = is_first ? sum : __builtin_fmaf(state[width + 1], join.keep, sum * join.take);
+  join_sum(join, sum, state + width);
 }
 
 inline void finish_state(const float* state, int32_t width, const float* sink, float* out) {
