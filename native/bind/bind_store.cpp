@@ -61,7 +61,6 @@ ExpertMatrix to_matrix(const MatrixTuple& from) {
   return {parse_format(format), rows, cols, group, offset};
 }
 
-using ReadRequest = std::tuple<std::string, int64_t, ByteArray>;
 using NamedRequest =
     std::tuple<std::string, std::string, int64_t, ByteArray, int64_t, std::optional<uint64_t>>;
 
@@ -82,16 +81,13 @@ class OpenFiles {
   std::map<std::string, std::unique_ptr<io::File>> files_;
 };
 
-void read_requests(const std::vector<ReadRequest>& requests, int32_t readers, int64_t block_bytes,
-                   bool direct) {
+void read_into(const std::string& path, int64_t offset, const ByteArray& dest, int32_t readers,
+               int64_t block_bytes, bool direct) {
   OpenFiles files(direct);
-  std::vector<io::Range> ranges;
-  for (const auto& [path, offset, dest] : requests) {
-    ranges.push_back(files.range(path, offset, dest));
-  }
+  const io::Range range = files.range(path, offset, dest);
   const nb::gil_scoped_release release;
   io::ReadPool pool(readers);
-  io::read_ranges(pool, ranges, block_bytes, ErrorKind::Checkpoint);
+  io::read_ranges(pool, {&range, 1}, block_bytes, ErrorKind::Checkpoint);
 }
 
 void read_named(const std::vector<NamedRequest>& requests, int32_t readers, int64_t block_bytes,
@@ -178,23 +174,15 @@ void bind_reading(nb::module_& m) {
       },
       "bytes"_a.noconvert(), "hr64 of a byte array.");
 
+  m.def("read_into", &read_into, "path"_a, "offset"_a, "dest"_a.noconvert(), nb::kw_only(),
+        "readers"_a = 4, "block_bytes"_a = io::kDefaultBlockBytes, "direct"_a = true,
+        "Fill dest with the file's bytes from offset on, by parallel direct reads.");
+
   m.def(
-      "read_into",
-      [](const std::string& path, int64_t offset, const ByteArray& dest, int32_t readers,
-         int64_t block_bytes,
-         bool direct) { read_requests({{path, offset, dest}}, readers, block_bytes, direct); },
-      "path"_a, "offset"_a, "dest"_a.noconvert(), nb::kw_only(), "readers"_a = 4,
+      "read_named", &read_named, "requests"_a, nb::kw_only(), "readers"_a = 4,
       "block_bytes"_a = io::kDefaultBlockBytes, "direct"_a = true,
-      "Fill dest with the file's bytes from offset on, by parallel direct reads.");
-
-  m.def("read_many", &read_requests, "requests"_a, nb::kw_only(), "readers"_a = 4,
-        "block_bytes"_a = io::kDefaultBlockBytes, "direct"_a = true,
-        "read_into for many (path, offset, dest) at once, by the same threads.");
-
-  m.def("read_named", &read_named, "requests"_a, nb::kw_only(), "readers"_a = 4,
-        "block_bytes"_a = io::kDefaultBlockBytes, "direct"_a = true,
-        "read_many for (name, path, offset, dest, checked_bytes, checksum): the reading threads "
-        "verify the checksum of each dest's first checked_bytes, if one is given.");
+      "read_into for many (name, path, offset, dest, checked_bytes, checksum): the reading threads "
+      "verify the checksum of each dest's first checked_bytes, if one is given.");
 
   nb::class_<io::RowReader>(m, "RowReader", "Rows of a row-major table that stays on the drive.")
       .def(nb::init<std::string, int64_t, int64_t, int64_t, bool>(), "path"_a, "offset"_a,

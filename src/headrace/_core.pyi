@@ -195,13 +195,6 @@ def read_into(
     block_bytes: int = 1048576,
     direct: bool = True,
 ) -> None: ...
-def read_many(
-    requests: Sequence[tuple[str, int, Bytes]],
-    *,
-    readers: int = 4,
-    block_bytes: int = 1048576,
-    direct: bool = True,
-) -> None: ...
 def read_named(
     requests: Sequence[tuple[str, str, int, Bytes, int, int | None]],
     *,
