@@ -20,6 +20,7 @@ from headrace.inspect import open_model, verify
 from headrace.models.registry import build_model
 from headrace.state import StepRows
 from headrace.synth import SHAPES, SynthShape, find_shape, synthesize
+from headrace.synth.model import SynthModel
 
 TINY = SynthShape(
     model_type="qwen3_moe",
@@ -192,6 +193,18 @@ def test_routing_is_skewed_and_sticky_and_text_does_not_collapse(
         overlap.append(np.mean([len(np.intersect1d(a, b)) / 4 for a, b in pairwise(ids)]))
     assert 0.15 < np.mean(top) < 0.6, "uniform routing gives the top 3 of 32 a share of 0.09"
     assert 0.2 < np.mean(overlap) < 0.7, "uniform routing gives 0.125"
+
+
+def test_skew_decides_how_uneven_the_popularity_is(tiny: Path, tmp_path: Path) -> None:
+    def popularity(skew: float) -> np.ndarray:
+        return SynthModel(TINY, 0, skew).router(0)[:, :64].sum(axis=1)
+
+    assert not popularity(0.0).any(), "all experts are equally popular"
+    assert np.ptp(popularity(1.2)) == pytest.approx(2 * np.ptp(popularity(0.6)), rel=1e-4)
+    synthesize(TINY, tmp_path / "even", recipe=Recipe(), skew=0.0)
+    assert contents(tmp_path / "even") != contents(tiny)
+    with pytest.raises(ConfigError, match=r"skew.*\nexpected 0\.\.10, got -1"):
+        synthesize(TINY, tmp_path / "bad", recipe=Recipe(), skew=-1.0)
 
 
 def test_named_shapes() -> None:

@@ -508,6 +508,7 @@ def test_synth_makes_a_model_that_runs(
         (["small", dest, "--format", "gguf"], "unknown format"),
         (["small", dest, "--experts", "q5"], "unknown value for experts"),
         (["small", dest, "--seed", -1], "seed is negative"),
+        (["small", dest, "--skew", 11], "skew is out of range"),
         (["small", dest, "--layers", 1], "expected"),
     ]:
         failed = cli("synth", *arguments)

@@ -22,6 +22,10 @@ def command(
     group: Group = None,
     dense: DenseFormat = None,
     seed: Annotated[int, typer.Option(help="of the weights: same seed, same bytes")] = 0,
+    skew: Annotated[
+        float,
+        typer.Option(help="how unevenly experts are chosen; 0: evenly, the worst case of a cache"),
+    ] = 0.6,
 ) -> None:
     """Write DEST, to measure a machine before downloading a model.
 
@@ -32,7 +36,7 @@ def command(
     from headrace.synth import find_shape, require_arguments, synthesize
 
     with usage():
-        require_arguments(format, seed)
+        require_arguments(format, seed, skew)
         chosen = find_shape(shape).with_layers(layers)
     given = {"--experts": experts, "--group": group, "--dense": dense}
     idle = [name for name, value in given.items() if value is not None]
@@ -42,7 +46,9 @@ def command(
         )
     recipe = make_recipe(experts, group, dense)
     with byte_progress(sys.stderr.isatty()) as show:
-        report = synthesize(chosen, dest, recipe=recipe, seed=seed, format=format, progress=show)
+        report = synthesize(
+            chosen, dest, recipe=recipe, seed=seed, skew=skew, format=format, progress=show
+        )
     if report.already_done:
         say(f"{dest} is complete already: nothing was done", style="")
         return

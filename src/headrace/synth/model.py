@@ -6,7 +6,8 @@ weights do neither. Three devices make both, without touching the engine:
 - *A constant part of the hidden state.* The first CONSTANT_WIDTH entries of every embedding row are
   one constant. Nothing later writes to them (those rows of `o_proj` and of every expert's down
   matrix are zero), so every router sees them. A router row holds there the expert's popularity,
-  -ZIPF_EXPONENT * ln(rank) with ranks shuffled in each layer, and noise elsewhere.
+  -skew * ln(rank) with ranks shuffled in each layer, and noise elsewhere. A skew of 0 makes all
+  experts equally popular: the worst case of a cache.
 - *Local attention.* Queries and keys have a part that is the same for all tokens; under rope its
   score depends on the distance alone and falls off with it. So attention adds a moving average of
   the last tokens, which neighbours share.
@@ -32,7 +33,8 @@ from headrace.synth.shapes import SynthShape
 CONSTANT_WIDTH = 64
 CONSTANT_SHARE = 0.25
 """Power of the constant entries, relative to that of all others in the embedding."""
-ZIPF_EXPONENT = 0.6
+DEFAULT_SKEW = 0.6
+"""Exponent of Zipf's law for the popularity of experts, before the noise."""
 ROUTER_NOISE = 1.5
 """Standard deviation of the part of a router's score that depends on the token."""
 LOCAL_SHARE = 0.5
@@ -56,16 +58,17 @@ _Q, _K, _V, _O, _ROUTER, _EXPERT, _HEAD, _EMBEDDING = range(8)
 
 
 class SynthModel:
-    """Weights of a shape, any of them on request and in any order; a function of shape and seed."""
+    """Weights of a shape, any of them on request and in any order; a function of the arguments."""
 
-    def __init__(self, shape: SynthShape, seed: int) -> None:
+    def __init__(self, shape: SynthShape, seed: int, skew: float = DEFAULT_SKEW) -> None:
         """Prepare the random bits.
 
         Args:
             shape: dimensions; `hidden_size` and `moe_intermediate_size` are multiples of 64.
             seed: 0 or more.
+            skew: how uneven the experts' popularity is, 0 or more.
         """
-        self.shape, self.seed = shape, seed
+        self.shape, self.seed, self.skew = shape, seed, skew
         self.bits = BitSource(seed)
         rest = shape.hidden_size - CONSTANT_WIDTH
         value = np.sqrt(CONSTANT_SHARE * rest * BF16_STD**2 / CONSTANT_WIDTH)
@@ -144,7 +147,7 @@ class SynthModel:
         std = ROUTER_NOISE / np.sqrt(rest) / varying
         weight = self._normal(_ROUTER, layer, shape.num_experts, shape.hidden_size, float(std))
         ranks = 1 + self._rng(_ROUTER, layer, 1).permutation(shape.num_experts)
-        popularity = -ZIPF_EXPONENT * np.log(ranks)
+        popularity = -self.skew * np.log(ranks)
         weight[:, :CONSTANT_WIDTH] = popularity[:, None] / (CONSTANT_WIDTH * constant)
         return weight
 

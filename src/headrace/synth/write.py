@@ -41,11 +41,13 @@ from headrace.checkpoint.writer import (
 from headrace.errors import ConfigError
 from headrace.models.registry import REGISTRY, load_spec
 from headrace.models.weights import Parameter
-from headrace.synth.model import SynthModel
+from headrace.synth.model import DEFAULT_SKEW, SynthModel
 from headrace.synth.shapes import SynthShape
 from headrace.synth.tokenizer import tokenizer_files
 
 FORMATS = ("container", "hf")
+MAX_SKEW = 10.0
+"""Beyond that a layer has but one favourite, whatever the token."""
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 OTHER_BYTES = 32 << 20
 """Manifest, tokenizer and configs take less."""
@@ -61,12 +63,14 @@ class SynthReport:
     already_done: bool
 
 
-def require_arguments(format: str, seed: int) -> None:
+def require_arguments(format: str, seed: int, skew: float) -> None:
     """Raise ConfigError unless `synthesize` takes these."""
     if format not in FORMATS:
         raise ConfigError(f"unknown format: {format!r}\nexpected one of {', '.join(FORMATS)}")
     if seed < 0:
         raise ConfigError(f"seed is negative: {seed}")
+    if not 0 <= skew <= MAX_SKEW:
+        raise ConfigError(f"skew is out of range\nexpected 0..{MAX_SKEW:g}, got {skew}")
 
 
 def synthesize(
@@ -75,6 +79,7 @@ def synthesize(
     *,
     recipe: Recipe,
     seed: int = 0,
+    skew: float = DEFAULT_SKEW,
     format: str = "container",
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> SynthReport:
@@ -87,6 +92,7 @@ def synthesize(
         dest: the directory to make.
         recipe: formats of a container; a Hugging Face checkpoint is bf16 throughout.
         seed: of the weights, 0 or more.
+        skew: how uneven the experts' popularity is; 0 is even.
         format: "container" or "hf".
         progress: called with a file name, the bytes done and the bytes in all.
 
@@ -94,15 +100,15 @@ def synthesize(
         ConfigError: the destination exists, or an argument is out of range.
         CheckpointError: the drive is full.
     """
-    require_arguments(format, seed)
+    require_arguments(format, seed, skew)
     dest = dest.resolve()
     binding = {
         "version": FORMAT_VERSION,
         "recipe": asdict(recipe),
-        "source": {"kind": "synthetic", "seed": seed, "shape": asdict(shape)},
+        "source": {"kind": "synthetic", "seed": seed, "skew": skew, "shape": asdict(shape)},
     }
     writer = (_ContainerWriter if format == "container" else _HuggingFaceWriter)(
-        SynthModel(shape, seed), recipe, Journal(dest), progress
+        SynthModel(shape, seed, skew), recipe, Journal(dest), progress
     )
     total = sum(writer.file_bytes().values())
     report = SynthReport(dest, total, len(writer.file_bytes()), already_done=False)
