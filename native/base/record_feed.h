@@ -1,9 +1,11 @@
-// What a kernel sees of the experts it was promised: records that become ready one by one. The
-// expert store implements it; kernels never learn where the bytes came from.
+// What a kernel sees of the experts: a source it asks for those that a router chose, and a feed of
+// their records, which become ready one by one. The expert store implements both; kernels never
+// learn where the bytes came from.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 
 namespace headrace {
@@ -42,6 +44,19 @@ class RecordFeed {
 
   // The record's bytes are no longer needed; the store may reuse their place for the next read.
   virtual void done(int32_t index) = 0;
+};
+
+class RecordSource {
+ public:
+  virtual ~RecordSource() = default;
+
+  virtual const ExpertLayout& layout() const = 0;
+
+  // Claims records of a layer. ids: the experts of `num_tokens` tokens, in any order, repeats
+  // welcome. Returns at once; the end of the feed gives back what is not done. Throws Error(Shape)
+  // for a layer or an id that has no record.
+  virtual std::unique_ptr<RecordFeed> feed(int32_t layer, std::span<const int32_t> ids,
+                                           int32_t num_tokens) = 0;
 };
 
 }  // namespace headrace

@@ -3,11 +3,13 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "base/error.h"
 #include "base/thread_pool.h"
@@ -19,6 +21,7 @@
 #include "kernels/kernel_table.h"
 #include "kernels/latent.h"
 #include "kernels/rope.h"
+#include "kernels/rotary_attention.h"
 
 namespace headrace {
 namespace {
@@ -46,18 +49,24 @@ nb::tuple rope_angles_op(const AnyArray& positions, const AnyArray& inv_freq, fl
   return nb::make_tuple(cos.array(), sin.array());
 }
 
+// cos [T, half]
+int32_t rotated_pairs(const AnyArray& cos, int32_t head_dim, const char* op) {
+  const int32_t half = narrow(static_cast<int64_t>(cos.shape(1)), op, "half");
+  if (2 * int64_t{half} > head_dim) {
+    throw_shape(std::string(op) + ": " + std::to_string(2 * int64_t{half}) +
+                " rotary dims in heads of " + std::to_string(head_dim));
+  }
+  return half;
+}
+
 NumpyArray<float> rope_op(const AnyArray& x, const AnyArray& cos, const AnyArray& sin) {
   const float* data = checked<float>(x, "rope", "x", {kAnySize, kAnySize, kAnySize});
   const int64_t tokens = static_cast<int64_t>(x.shape(0));
   const int64_t heads = static_cast<int64_t>(x.shape(1));
   const int32_t head_dim = narrow(static_cast<int64_t>(x.shape(2)), "rope", "head_dim");
   const float* c = checked<float>(cos, "rope", "cos", {tokens, kAnySize});
-  const int32_t half = narrow(static_cast<int64_t>(cos.shape(1)), "rope", "half");
+  const int32_t half = rotated_pairs(cos, head_dim, "rope");
   const float* s = checked<float>(sin, "rope", "sin", {tokens, half});
-  if (2 * int64_t{half} > head_dim) {
-    throw_shape("rope: " + std::to_string(2 * int64_t{half}) + " rotary dims in heads of " +
-                std::to_string(head_dim));
-  }
   Result<float> out({tokens, heads, head_dim});
   {
     nb::gil_scoped_release release;
@@ -163,6 +172,50 @@ NumpyArray<float> attention_op(const AnyArray& q, const KvPool& pool, int64_t la
   return out.array();
 }
 
+const float* head_norm(const std::optional<AnyArray>& weight, int32_t head_dim, const char* name) {
+  if (!weight.has_value()) return nullptr;
+  return checked<float>(*weight, "rotary_attention", name, {head_dim});
+}
+
+NumpyArray<float> rotary_op(const AnyArray& q, const AnyArray& k, const AnyArray& v,
+                            const std::pair<AnyArray, AnyArray>& angles, const KvPool& pool,
+                            int64_t layer, nb::handle rows, float scale,
+                            const std::optional<AnyArray>& q_norm,
+                            const std::optional<AnyArray>& k_norm, float eps,
+                            std::optional<int64_t> window, const std::optional<AnyArray>& sinks) {
+  constexpr const char* op = "rotary_attention";
+  const KvShape& s = pool.shape();
+  check_layer(layer, s.num_layers, op);
+  Projections in{};
+  in.q = checked<float>(q, op, "q", {kAnySize, kAnySize});
+  const int64_t count = static_cast<int64_t>(q.shape(0));
+  const int64_t width = static_cast<int64_t>(q.shape(1));
+  const int64_t kv_width = int64_t{s.num_kv_heads} * s.head_dim;
+  if (width < 1 || width % kv_width != 0) {
+    throw_shape(std::string(op) + ": q of width " + std::to_string(width) + " for " +
+                std::to_string(s.num_kv_heads) + " kv heads of " + std::to_string(s.head_dim));
+  }
+  in.num_heads = narrow(width / s.head_dim, op, "heads");
+  in.k = checked<float>(k, op, "k", {count, kv_width});
+  in.v = checked<float>(v, op, "v", {count, kv_width});
+  in.q_norm = head_norm(q_norm, s.head_dim, "q_norm");
+  in.k_norm = head_norm(k_norm, s.head_dim, "k_norm");
+  in.eps = eps;
+  const auto& [cos, sin] = angles;
+  in.cos = checked<float>(cos, op, "cos", {count, kAnySize});
+  in.half = rotated_pairs(cos, s.head_dim, op);
+  in.sin = checked<float>(sin, op, "sin", {count, in.half});
+  const AttentionParams params = attention_params(scale, window, sinks, in.num_heads, op);
+  const StepArrays step = step_arrays(rows, count, s.page_tokens, s.num_pages, params.window, op);
+  Result<float> out({count, width});
+  {
+    nb::gil_scoped_release release;
+    rotary_attention(*shared_pool(), pool, static_cast<int32_t>(layer), in, params, step.rows,
+                     out.data);
+  }
+  return out.array();
+}
+
 // ---- latents
 
 LatentPool make_latent_pool(int64_t num_layers, int64_t num_pages, int64_t latent_dim,
@@ -259,6 +312,9 @@ void bind_attention(nb::module_& m) {
   m.def("kv_write", kv_write_op, "pool"_a, "layer"_a, "k"_a, "v"_a, "rows"_a);
   m.def("paged_attention", attention_op, "q"_a, "pool"_a, "layer"_a, "rows"_a, "scale"_a,
         nb::kw_only(), "window"_a = nb::none(), "sinks"_a = nb::none());
+  m.def("rotary_attention", rotary_op, "q"_a, "k"_a, "v"_a, "angles"_a, "pool"_a, "layer"_a,
+        "rows"_a, "scale"_a, nb::kw_only(), "q_norm"_a = nb::none(), "k_norm"_a = nb::none(),
+        "eps"_a = 0.0f, "window"_a = nb::none(), "sinks"_a = nb::none());
   m.def("rope_angles", rope_angles_op, "positions"_a, "inv_freq"_a, "factor"_a = 1.0f);
   m.def("rope", rope_op, "x"_a, "cos"_a, "sin"_a);
 }

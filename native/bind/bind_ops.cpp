@@ -211,21 +211,35 @@ Rows rows_of(const AnyArray& x, const char* op, const char* name) {
   return {data, static_cast<int64_t>(x.shape(0)), static_cast<int64_t>(x.shape(1))};
 }
 
-NumpyArray<float> rms_norm(const AnyArray& x, const AnyArray& weight, float eps) {
-  const Rows rows = rows_of(x, "rms_norm", "x");
-  const float* w = checked<float>(weight, "rms_norm", "weight", {rows.width});
-  const int32_t width = narrow(rows.width, "rms_norm", "width");
-  Result<float> out({rows.count, rows.width});
-  {
-    nb::gil_scoped_release release;
+struct RootMeanSquare {
+  const float* weight;
+  float eps;
+  int32_t width;
+
+  RootMeanSquare(const Rows& rows, const AnyArray& w, float e, const char* op)
+      : weight(checked<float>(w, op, "weight", {rows.width})),
+        eps(e),
+        width(narrow(rows.width, op, "width")) {}
+
+  void run(const Rows& rows, float* out) const {
     const KernelTable& table = kernels();
     shared_pool()->run_ranges(rows.count, std::max<int64_t>(1, 16384 / (rows.width + 1)),
                               [&](int64_t begin, int64_t end) {
                                 for (int64_t r = begin; r < end; ++r) {
-                                  table.rms_norm_row(rows.x + r * rows.width, w, eps, width,
-                                                     out.data + r * rows.width);
+                                  table.rms_norm_row(rows.x + r * rows.width, weight, eps, width,
+                                                     out + r * rows.width);
                                 }
                               });
+  }
+};
+
+NumpyArray<float> rms_norm(const AnyArray& x, const AnyArray& weight, float eps) {
+  const Rows rows = rows_of(x, "rms_norm", "x");
+  const RootMeanSquare norm(rows, weight, eps, "rms_norm");
+  Result<float> out({rows.count, rows.width});
+  {
+    nb::gil_scoped_release release;
+    norm.run(rows, out.data);
   }
   return out.array();
 }
@@ -289,25 +303,74 @@ NumpyArray<float> linear_op(const AnyArray& x, const PackedMatrix& w) {
   return out.array();
 }
 
-nb::tuple linears_op(const AnyArray& x, const std::vector<const PackedMatrix*>& matrices) {
-  const Rows rows = rows_of(x, "linears", "x");
+// The products of one input with several matrices.
+struct Products {
+  Products(const char* name, const Rows& rows, const std::vector<const PackedMatrix*>& matrices)
+      : op(name), num_rows(narrow(rows.count, name, "rows")) {
+    for (const PackedMatrix* w : matrices) {
+      check_input(op, rows, w->view);
+      views.push_back(w->view);
+      results.push_back(
+          std::unique_ptr<Result<float>>(new Result<float>({rows.count, w->view.rows})));
+      outs.push_back(results.back()->data);
+    }
+  }
+
+  void run(const float* x) const { linears(*shared_pool(), x, num_rows, views, outs, op); }
+
+  nb::tuple arrays() const {
+    nb::list list;
+    for (const auto& result : results) list.append(result->array());
+    return nb::tuple(list);
+  }
+
+  const char* op;
+  int32_t num_rows;
   std::vector<MatrixView> views;
   std::vector<std::unique_ptr<Result<float>>> results;
   std::vector<float*> outs;
-  for (const PackedMatrix* w : matrices) {
-    check_input("linears", rows, w->view);
-    views.push_back(w->view);
-    results.push_back(
-        std::unique_ptr<Result<float>>(new Result<float>({rows.count, w->view.rows})));
-    outs.push_back(results.back()->data);
-  }
+};
+
+nb::tuple linears_op(const AnyArray& x, const std::vector<const PackedMatrix*>& matrices) {
+  const Rows rows = rows_of(x, "linears", "x");
+  const Products products("linears", rows, matrices);
   {
     nb::gil_scoped_release release;
-    linears(*shared_pool(), rows.x, narrow(rows.count, "linears", "rows"), views, outs, "linears");
+    products.run(rows.x);
   }
-  nb::list list;
-  for (auto& result : results) list.append(result->array());
-  return nb::tuple(list);
+  return products.arrays();
+}
+
+nb::tuple norm_linears_op(const AnyArray& x, const AnyArray& weight, float eps,
+                          const std::vector<const PackedMatrix*>& matrices) {
+  const Rows rows = rows_of(x, "norm_linears", "x");
+  const RootMeanSquare norm(rows, weight, eps, "norm_linears");
+  const Products products("norm_linears", rows, matrices);
+  {
+    nb::gil_scoped_release release;
+    PoolBuffer<float> normed(rows.count * rows.width);
+    norm.run(rows, normed.get());
+    products.run(normed.get());
+  }
+  return products.arrays();
+}
+
+NumpyArray<float> linear_add_op(const AnyArray& x, const PackedMatrix& w, const AnyArray& y) {
+  const Rows rows = rows_of(x, "linear_add", "x");
+  check_input("linear_add", rows, w.view);
+  const float* added = checked<float>(y, "linear_add", "y", {rows.count, w.view.rows});
+  Result<float> out({rows.count, w.view.rows});
+  {
+    nb::gil_scoped_release release;
+    float* const outs[1] = {out.data};
+    linears(*shared_pool(), rows.x, narrow(rows.count, "linear_add", "rows"), std::span(&w.view, 1),
+            outs, "linear_add");
+    const KernelTable& table = kernels();
+    shared_pool()->run_ranges(rows.count * w.view.rows, 32768, [&](int64_t begin, int64_t end) {
+      table.add(added + begin, out.data + begin, end - begin, out.data + begin);
+    });
+  }
+  return out.array();
 }
 
 void check_ffn(const char* op, const Rows& rows, const MatrixView& gate, const MatrixView& up,
@@ -334,6 +397,14 @@ NumpyArray<float> swiglu_op(const AnyArray& x, const PackedMatrix& gate, const P
   return out.array();
 }
 
+void check_experts(const char* op, const Rows& rows, const ExpertLayout& layout) {
+  check_ffn(op, rows, MatrixView::of(layout.gate, nullptr), MatrixView::of(layout.up, nullptr),
+            MatrixView::of(layout.down, nullptr));
+  if (layout.down.rows != rows.width) {
+    throw_shape(std::string(op) + ": experts do not return the width of x");
+  }
+}
+
 NumpyArray<float> moe_op(const AnyArray& x, const AnyArray& ids, const AnyArray& weights,
                          RecordFeed& feed) {
   const Rows rows = rows_of(x, "moe_ffn", "x");
@@ -344,10 +415,7 @@ NumpyArray<float> moe_op(const AnyArray& x, const AnyArray& ids, const AnyArray&
   tokens.x = rows.x;
   tokens.num_tokens = narrow(rows.count, "moe_ffn", "tokens");
   tokens.hidden = narrow(rows.width, "moe_ffn", "width");
-  const ExpertLayout& layout = feed.layout();
-  check_ffn("moe_ffn", rows, MatrixView::of(layout.gate, nullptr),
-            MatrixView::of(layout.up, nullptr), MatrixView::of(layout.down, nullptr));
-  if (layout.down.rows != rows.width) throw_shape("moe_ffn: experts do not return the width of x");
+  check_experts("moe_ffn", rows, feed.layout());
   Result<float> out({rows.count, rows.width});
   {
     nb::gil_scoped_release release;
@@ -356,32 +424,38 @@ NumpyArray<float> moe_op(const AnyArray& x, const AnyArray& ids, const AnyArray&
   return out.array();
 }
 
+Router router_of(const Rows& rows, const PackedMatrix& weight, int64_t top_k, bool renormalize,
+                 const char* op) {
+  check_input(op, rows, weight.view);
+  return {weight.view, narrow(top_k, op, "top_k"), renormalize};
+}
+
 nb::tuple router_op(const AnyArray& x, const PackedMatrix& weight, int64_t top_k,
                     bool renormalize) {
   const Rows rows = rows_of(x, "router_topk", "x");
-  check_input("router_topk", rows, weight.view);
-  if (weight.view.format != Format::F32) {
-    throw_shape("router_topk: the router must be f32, got " +
-                std::string(format_name(weight.view.format)));
-  }
-  const int32_t num_experts = weight.view.rows;
-  if (top_k < 1 || top_k > num_experts) {
-    throw_shape("router_topk: top_k out of range\nexpected 1 to " + std::to_string(num_experts) +
-                ", got " + std::to_string(top_k));
-  }
+  const Router router = router_of(rows, weight, top_k, renormalize, "router_topk");
   Result<int32_t> ids({rows.count, top_k});
   Result<float> weights({rows.count, top_k});
   {
     nb::gil_scoped_release release;
-    const auto pool = shared_pool();
-    const int32_t count = narrow(rows.count, "router_topk", "rows");
-    PoolBuffer<float> logits(rows.count * num_experts);
-    float* const outs[1] = {logits.get()};
-    linears(*pool, rows.x, count, std::span(&weight.view, 1), outs, "router_topk");
-    router_topk(*pool, logits.get(), count, num_experts, static_cast<int32_t>(top_k), renormalize,
-                ids.data, weights.data);
+    route(*shared_pool(), rows.x, narrow(rows.count, "router_topk", "rows"), router, ids.data,
+          weights.data);
   }
   return nb::make_tuple(ids.array(), weights.array());
+}
+
+NumpyArray<float> routed_op(const AnyArray& x, const PackedMatrix& weight, RecordSource& source,
+                            int32_t layer, int64_t top_k, bool renormalize) {
+  const Rows rows = rows_of(x, "routed_ffn", "x");
+  const Router router = router_of(rows, weight, top_k, renormalize, "routed_ffn");
+  check_experts("routed_ffn", rows, source.layout());
+  Result<float> out({rows.count, rows.width});
+  {
+    nb::gil_scoped_release release;
+    routed_ffn(*shared_pool(), rows.x, narrow(rows.count, "routed_ffn", "rows"), router, source,
+               layer, out.data);
+  }
+  return out.array();
 }
 
 // ---- sampling
@@ -473,39 +547,71 @@ void check_in_record(const ExpertMatrix& m, int64_t record_bytes, const char* na
   }
 }
 
-ResidentFeed make_resident_feed(nb::tuple gate, nb::tuple up, nb::tuple down, nb::dict records,
-                                std::vector<int32_t> order, int32_t step) {
-  ExpertLayout layout{expert_matrix(gate), expert_matrix(up), expert_matrix(down), 0};
+// Records by ascending id, and the arrays that hold them.
+struct ResidentRecords {
+  ExpertLayout layout;
   std::vector<int32_t> ids;
   std::vector<AnyArray> owners;
   std::vector<const std::byte*> data;
-  for (auto [key, value] : records) ids.push_back(nb::cast<int32_t>(key));
-  std::sort(ids.begin(), ids.end());
-  for (int32_t id : ids) {
-    owners.push_back(nb::cast<AnyArray>(records[nb::int_(id)]));
-    data.push_back(reinterpret_cast<const std::byte*>(
-        checked<uint8_t>(owners.back(), "ResidentFeed", "record", {kAnySize})));
-    layout.record_bytes = static_cast<int64_t>(owners.back().shape(0));
+};
+
+ResidentRecords resident_records(const nb::tuple& gate, const nb::tuple& up, const nb::tuple& down,
+                                 const nb::dict& records) {
+  ResidentRecords held{
+      {expert_matrix(gate), expert_matrix(up), expert_matrix(down), 0}, {}, {}, {}};
+  ExpertLayout& layout = held.layout;
+  for (auto [key, value] : records) held.ids.push_back(nb::cast<int32_t>(key));
+  std::sort(held.ids.begin(), held.ids.end());
+  for (int32_t id : held.ids) {
+    held.owners.push_back(nb::cast<AnyArray>(records[nb::int_(id)]));
+    const AnyArray& record = held.owners.back();
+    held.data.push_back(reinterpret_cast<const std::byte*>(
+        checked<uint8_t>(record, "ResidentFeed", "record", {kAnySize})));
+    layout.record_bytes = static_cast<int64_t>(record.shape(0));
     check_in_record(layout.gate, layout.record_bytes, "gate");
     check_in_record(layout.up, layout.record_bytes, "up");
     check_in_record(layout.down, layout.record_bytes, "down");
-    if (reinterpret_cast<uintptr_t>(data.back()) % 64 != 0) {
+    if (reinterpret_cast<uintptr_t>(held.data.back()) % 64 != 0) {
       throw_array("ResidentFeed", "record", "an address that is a multiple of 64", "another");
     }
   }
+  return held;
+}
+
+ResidentFeed make_resident_feed(const nb::tuple& gate, const nb::tuple& up, const nb::tuple& down,
+                                const nb::dict& records, std::vector<int32_t> order, int32_t step) {
+  ResidentRecords held = resident_records(gate, up, down, records);
   if (order.empty()) {
-    order.resize(ids.size());
+    order.resize(held.ids.size());
     std::iota(order.begin(), order.end(), 0);
   }
   std::vector<int32_t> sorted = order;
   std::sort(sorted.begin(), sorted.end());
-  for (size_t i = 0; i < sorted.size() || i < ids.size(); ++i) {
-    if (sorted.size() != ids.size() || sorted[i] != static_cast<int32_t>(i)) {
+  for (size_t i = 0; i < sorted.size() || i < held.ids.size(); ++i) {
+    if (sorted.size() != held.ids.size() || sorted[i] != static_cast<int32_t>(i)) {
       throw_shape("ResidentFeed: order must hold every index once");
     }
   }
-  return ResidentFeed(MemoryFeed(layout, ids, data, order, std::max(step, 1)), std::move(owners));
+  return ResidentFeed(MemoryFeed(held.layout, held.ids, held.data, order, std::max(step, 1)),
+                      std::move(held.owners));
 }
+
+// As ResidentFeed, for whoever routes: the experts of layer 0.
+class ResidentSource final : public RecordSource {
+ public:
+  explicit ResidentSource(ResidentRecords held)
+      : source_(held.layout, std::move(held.ids), std::move(held.data)),
+        owners_(std::move(held.owners)) {}
+  const ExpertLayout& layout() const override { return source_.layout(); }
+  std::unique_ptr<RecordFeed> feed(int32_t layer, std::span<const int32_t> ids,
+                                   int32_t num_tokens) override {
+    return source_.feed(layer, ids, num_tokens);
+  }
+
+ private:
+  MemorySource source_;
+  std::vector<AnyArray> owners_;
+};
 
 void bind_feeds(nb::module_& m) {
   nb::class_<RecordFeed>(m, "RecordFeed");
@@ -518,6 +624,15 @@ void bind_feeds(nb::module_& m) {
           },
           "gate"_a, "up"_a, "down"_a, "records"_a, "order"_a = std::vector<int32_t>{}, "step"_a = 1)
       .def("rewind", &ResidentFeed::rewind);
+  nb::class_<RecordSource>(m, "RecordSource");
+  nb::class_<ResidentSource, RecordSource>(m, "ResidentSource")
+      .def(
+          "__init__",
+          [](ResidentSource* self, const nb::tuple& gate, const nb::tuple& up,
+             const nb::tuple& down, const nb::dict& records) {
+            new (self) ResidentSource(resident_records(gate, up, down, records));
+          },
+          "gate"_a, "up"_a, "down"_a, "records"_a);
 }
 
 // ---- the machine
@@ -555,8 +670,12 @@ void bind_ops(nb::module_& m) {
   m.def("clamp", clamp_array, "x"_a, "limit"_a);
   m.def("linear", linear_op, "x"_a, "w"_a);
   m.def("linears", linears_op, "x"_a, "matrices"_a);
+  m.def("norm_linears", norm_linears_op, "x"_a, "weight"_a, "eps"_a, "matrices"_a);
+  m.def("linear_add", linear_add_op, "x"_a, "w"_a, "y"_a);
   m.def("swiglu_ffn", swiglu_op, "x"_a, "gate"_a, "up"_a, "down"_a);
   m.def("moe_ffn", moe_op, "x"_a, "ids"_a, "weights"_a, "lease"_a);
+  m.def("routed_ffn", routed_op, "x"_a, "router"_a, "source"_a, "layer"_a, nb::kw_only(), "top_k"_a,
+        "renormalize"_a);
   m.def("router_topk", router_op, "x"_a, "weight"_a, nb::kw_only(), "top_k"_a, "renormalize"_a);
   m.def("sample", sample_op, "logits"_a, nb::kw_only(), "temperature"_a, "top_k"_a, "top_p"_a,
         "min_p"_a, "seed"_a, "position"_a);

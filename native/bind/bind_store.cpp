@@ -219,12 +219,28 @@ void bind_faults(nb::module_& m) {
   m.def("num_faults_fired", &fault::num_fired, "Faults that struck since the last clear_faults.");
 }
 
+// A lease whose memory Python gives back: it calls the destructor and frees, where a lease returns
+// to the pool it came from.
+class HeldLease final : public RecordFeed {
+ public:
+  explicit HeldLease(std::unique_ptr<Lease> lease) : lease_(std::move(lease)) {}
+  std::span<const int32_t> expert_ids() const override { return lease_->expert_ids(); }
+  std::span<const int32_t> num_tokens() const { return lease_->num_tokens(); }
+  const ExpertLayout& layout() const override { return lease_->layout(); }
+  int32_t next_ready(std::span<int32_t> out) override { return lease_->next_ready(out); }
+  const std::byte* data(int32_t index) const override { return lease_->data(index); }
+  void done(int32_t index) override { lease_->done(index); }
+  void release() { lease_->release(); }
+
+ private:
+  std::unique_ptr<Lease> lease_;
+};
+
 void bind_lease(nb::module_& m) {
-  if (!nb::type<RecordFeed>().is_valid()) nb::class_<RecordFeed>(m, "RecordFeed");
-  nb::class_<Lease, RecordFeed>(m, "Lease", "A claim on the records of one layer for one step.")
+  nb::class_<HeldLease, RecordFeed>(m, "Lease", "A claim on the records of one layer for one step.")
       .def_prop_ro(
           "expert_ids",
-          [](const Lease& lease) {
+          [](const HeldLease& lease) {
             const auto ids = lease.expert_ids();
             return to_numpy(std::vector<int32_t>(ids.begin(), ids.end()), {ids.size()});
           },
@@ -232,14 +248,14 @@ void bind_lease(nb::module_& m) {
           "Distinct expert ids, ascending; an index below is a position here.")
       .def_prop_ro(
           "num_tokens",
-          [](const Lease& lease) {
+          [](const HeldLease& lease) {
             const auto counts = lease.num_tokens();
             return to_numpy(std::vector<int32_t>(counts.begin(), counts.end()), {counts.size()});
           },
           nb::rv_policy::automatic, "Tokens routed to each expert.")
       .def(
           "next_ready",
-          [](Lease& lease) {
+          [](HeldLease& lease) {
             std::vector<int32_t> ready(lease.expert_ids().size());
             {
               const nb::gil_scoped_release release;
@@ -250,21 +266,21 @@ void bind_lease(nb::module_& m) {
           "Wait for records; the indices that became ready, empty once all were handed out.")
       .def(
           "data",
-          [](nb::handle_t<Lease> self, int32_t index) {
-            const Lease& lease = nb::cast<const Lease&>(self);
+          [](nb::handle_t<HeldLease> self, int32_t index) {
+            const HeldLease& lease = nb::cast<const HeldLease&>(self);
             const auto* bytes = reinterpret_cast<const uint8_t*>(lease.data(index));
             return nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(
                 bytes, {static_cast<size_t>(lease.layout().record_bytes)}, self);
           },
           "index"_a, "The record's bytes, without a copy: they change after done or release.")
-      .def("done", &Lease::done, "index"_a, nb::call_guard<nb::gil_scoped_release>(),
+      .def("done", &HeldLease::done, "index"_a, nb::call_guard<nb::gil_scoped_release>(),
            "The record's bytes are no longer needed.")
-      .def("release", &Lease::release, nb::call_guard<nb::gil_scoped_release>(),
+      .def("release", &HeldLease::release, nb::call_guard<nb::gil_scoped_release>(),
            "Give every slot back; may be called again.")
-      .def("__enter__", [](nb::handle_t<Lease> self) { return nb::borrow(self); })
+      .def("__enter__", [](nb::handle_t<HeldLease> self) { return nb::borrow(self); })
       .def(
           "__exit__",
-          [](Lease& lease, const nb::args&) {
+          [](HeldLease& lease, const nb::args&) {
             const nb::gil_scoped_release release;
             lease.release();
           },
@@ -272,7 +288,7 @@ void bind_lease(nb::module_& m) {
 }
 
 void bind_expert_store(nb::module_& m) {
-  nb::class_<ExpertStore>(m, "ExpertStore", "The owner of every expert byte.")
+  nb::class_<ExpertStore, RecordSource>(m, "ExpertStore", "The owner of every expert byte.")
       .def(nb::new_([](std::vector<std::string> files, std::vector<int32_t> layers,
                        int32_t num_experts, const MatrixTuple& gate, const MatrixTuple& up,
                        const MatrixTuple& down, int64_t record_bytes, const Table<int32_t, 3>& file,
@@ -294,8 +310,8 @@ void bind_expert_store(nb::module_& m) {
           "acquire",
           [](ExpertStore& store, int32_t layer, const Table<int32_t, 2>& ids) {
             const nb::gil_scoped_release release;
-            return store.acquire(layer, {ids.data(), ids.size()},
-                                 static_cast<int32_t>(ids.shape(0)));
+            return std::make_unique<HeldLease>(
+                store.acquire(layer, {ids.data(), ids.size()}, static_cast<int32_t>(ids.shape(0))));
           },
           "layer"_a, "ids"_a.noconvert())
       .def(

@@ -1,8 +1,13 @@
-// Experts that lie whole in memory, as a RecordFeed: for tests, and for models without a store.
+// Experts that lie whole in memory, as a RecordFeed and as a RecordSource: for tests, and for
+// models without a store.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <memory>
+#include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -57,6 +62,40 @@ class MemoryFeed final : public RecordFeed {
   int32_t step_;
   size_t next_ = 0;
   std::vector<bool> is_done_;
+};
+
+// One layer's experts. Its feeds give the highest id first and one record at a time: an order of
+// arrival that nobody may notice.
+class MemorySource final : public RecordSource {
+ public:
+  // As for MemoryFeed.
+  MemorySource(ExpertLayout layout, std::vector<int32_t> ids, std::vector<const std::byte*> records)
+      : layout_(layout), ids_(std::move(ids)), records_(std::move(records)) {}
+
+  const ExpertLayout& layout() const override { return layout_; }
+
+  std::unique_ptr<RecordFeed> feed(int32_t layer, std::span<const int32_t> ids, int32_t) override {
+    std::vector<int32_t> wanted(ids.begin(), ids.end());
+    std::sort(wanted.begin(), wanted.end());
+    wanted.erase(std::unique(wanted.begin(), wanted.end()), wanted.end());
+    std::vector<const std::byte*> records;
+    for (const int32_t id : wanted) {
+      const auto found = std::lower_bound(ids_.begin(), ids_.end(), id);
+      if (layer != 0 || found == ids_.end() || *found != id) {
+        throw Error(ErrorKind::Shape, "no record of layer " + std::to_string(layer) + ", expert " +
+                                          std::to_string(id));
+      }
+      records.push_back(records_[static_cast<size_t>(found - ids_.begin())]);
+    }
+    std::vector<int32_t> order(wanted.size());
+    std::iota(order.rbegin(), order.rend(), 0);
+    return std::make_unique<MemoryFeed>(layout_, wanted, records, order, 1);
+  }
+
+ private:
+  ExpertLayout layout_;
+  std::vector<int32_t> ids_;
+  std::vector<const std::byte*> records_;
 };
 
 }  // namespace headrace

@@ -465,4 +465,17 @@ void moe_ffn(ThreadPool& pool, const RoutedTokens& tokens, RecordFeed& feed, flo
   Mixture(pool, tokens, feed, out).run();
 }
 
+void routed_ffn(ThreadPool& pool, const float* x, int32_t num_tokens, const Router& router,
+                RecordSource& source, int32_t layer, float* out) {
+  const int64_t count = int64_t{num_tokens} * router.num_chosen;
+  PoolBuffer<int32_t> ids(count);
+  PoolBuffer<float> weights(count);
+  route(pool, x, num_tokens, router, ids.get(), weights.get());
+  const std::unique_ptr<RecordFeed> feed =
+      source.feed(layer, {ids.get(), static_cast<size_t>(count)}, num_tokens);
+  const RoutedTokens tokens{x,          ids.get(),          weights.get(),
+                            num_tokens, router.weight.cols, router.num_chosen};
+  moe_ffn(pool, tokens, *feed, out);
+}
+
 }  // namespace headrace

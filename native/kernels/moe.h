@@ -7,6 +7,7 @@
 #include "base/record_feed.h"
 #include "base/thread_pool.h"
 #include "kernels/format.h"
+#include "kernels/router.h"
 
 namespace headrace {
 
@@ -26,5 +27,11 @@ struct RoutedTokens {
 // way, and whatever next_ready throws; a record it was computing then is not `done`, the lease's
 // release frees it.
 void moe_ffn(ThreadPool& pool, const RoutedTokens& tokens, RecordFeed& feed, float* out);
+
+// From the router to the sum: x [T, D] -> out [T, D]. The ids go to the source the moment they are
+// known; what it holds is computed while it fetches the rest. Throws as route, RecordSource::feed
+// and moe_ffn.
+void routed_ffn(ThreadPool& pool, const float* x, int32_t num_tokens, const Router& router,
+                RecordSource& source, int32_t layer, float* out);
 
 }  // namespace headrace

@@ -123,23 +123,17 @@ std::unique_ptr<Lease> ExpertStore::acquire(int32_t layer, std::span<const int32
                                             int32_t num_tokens) {
   const int32_t row = layer_row(layer);
   for (const int32_t id : ids) record_of(row, id);  // checks the range before anything is counted
-  std::unique_ptr<Lease> lease(new Lease(shared_from_this()));
-  lease->is_released_ = true;  // until it is registered: an exception below must not release it
+  std::unique_ptr<Lease> lease;                     // outlives the lock, which its end takes
 
   const std::scoped_lock lock(mutex_);
   if (is_closed_) throw Error(ErrorKind::ExpertRead, "the expert store is closed");
   std::fill(scratch_.begin(), scratch_.end(), 0);
   for (const int32_t id : ids) ++scratch_[at(id)];
-  for (int32_t expert = 0; expert < table_.num_experts; ++expert) {
-    if (scratch_[at(expert)] == 0) continue;
-    lease->ids_.push_back(expert);
-    lease->num_tokens_.push_back(scratch_[at(expert)]);
-    lease->items_.push_back({.record = record_of(row, expert)});
-  }
+  lease.reset(new Lease(shared_from_this(), record_of(row, 0), scratch_));
   leases_.push_back(lease.get());
   lease->is_released_ = false;
-  stats_.requests += static_cast<int64_t>(lease->items_.size());
-  for (Lease::Item& item : lease->items_) {
+  stats_.requests += static_cast<int64_t>(lease->items().size());
+  for (Lease::Item& item : lease->items()) {
     if (hold_locked(item)) continue;
     item.is_miss = true;
     ++stats_.misses;
@@ -194,9 +188,9 @@ bool ExpertStore::issue_locked(Lease& lease) {
   if (is_closed_) return false;
   bool has_ready = false;
   bool is_idle = !has_read_in_flight_locked(lease);
-  const int32_t num_items = static_cast<int32_t>(lease.items_.size());
+  const int32_t num_items = static_cast<int32_t>(lease.items().size());
   for (int32_t i = lease.first_waiting_; i < num_items; ++i) {
-    Lease::Item& item = lease.items_[at(i)];
+    Lease::Item& item = lease.items()[at(i)];
     if (item.state != Lease::State::Waiting) {
       if (i == lease.first_waiting_) ++lease.first_waiting_;
       continue;
@@ -229,8 +223,8 @@ int32_t ExpertStore::next_ready(Lease& lease, std::span<int32_t> out) {
     if (!lease.error_.empty()) throw Error(ErrorKind::ExpertRead, lease.error_);
     size_t num_ready = 0;
     bool is_complete = true;
-    for (size_t i = 0; i < lease.items_.size() && num_ready < out.size(); ++i) {
-      Lease::Item& item = lease.items_[i];
+    for (size_t i = 0; i < lease.items().size() && num_ready < out.size(); ++i) {
+      Lease::Item& item = lease.items()[i];
       if (item.state == Lease::State::Waiting) is_complete = false;
       if (item.state != Lease::State::Held) continue;
       is_complete = false;
@@ -253,7 +247,7 @@ int32_t ExpertStore::next_ready(Lease& lease, std::span<int32_t> out) {
 }
 
 bool ExpertStore::has_read_in_flight_locked(const Lease& lease) const {
-  return std::any_of(lease.items_.begin(), lease.items_.end(), [&](const Lease::Item& item) {
+  return std::any_of(lease.items().begin(), lease.items().end(), [&](const Lease::Item& item) {
     return item.state == Lease::State::Held && slots_[at(item.slot)].state == SlotState::Loading;
   });
 }
@@ -268,14 +262,14 @@ bool ExpertStore::steal_locked() {
   };
   std::vector<int32_t> num_loose(slots_.size(), 0);
   for (const Lease* lease : leases_) {
-    for (const Lease::Item& item : lease->items_) {
+    for (const Lease::Item& item : lease->items()) {
       if (is_loose(*lease, item)) ++num_loose[at(item.slot)];
     }
   }
   for (size_t slot = 0; slot < slots_.size(); ++slot) {
     if (num_loose[slot] == 0 || num_loose[slot] != slots_[slot].pins) continue;
     for (Lease* lease : leases_) {
-      for (Lease::Item& item : lease->items_) {
+      for (Lease::Item& item : lease->items()) {
         if (item.slot == static_cast<int32_t>(slot)) lose_locked(*lease, item);
       }
     }
@@ -302,10 +296,10 @@ void ExpertStore::lose_locked(Lease& lease, Lease::Item& item) {
 
 void ExpertStore::done(Lease& lease, int32_t index) {
   const std::scoped_lock lock(mutex_);
-  if (index < 0 || at(index) >= lease.items_.size()) {
+  if (index < 0 || at(index) >= lease.items().size()) {
     throw Error(ErrorKind::Shape, "no record " + std::to_string(index) + " in this lease");
   }
-  Lease::Item& item = lease.items_[at(index)];
+  Lease::Item& item = lease.items()[at(index)];
   if (item.state != Lease::State::Out) return;
   item.state = Lease::State::Done;
   if (item.is_miss) --lease.num_ahead_;
@@ -317,7 +311,7 @@ void ExpertStore::release(Lease& lease) {
   const std::scoped_lock lock(mutex_);
   if (std::exchange(lease.is_released_, true)) return;
   std::erase(leases_, &lease);
-  for (Lease::Item& item : lease.items_) {
+  for (Lease::Item& item : lease.items()) {
     if (item.state == Lease::State::Done) continue;
     bool is_withdrawn = item.state == Lease::State::Waiting;
     if (!is_withdrawn) {
@@ -484,7 +478,7 @@ void ExpertStore::loaded(Load& load, std::string error, int64_t bytes_read) {
 // more.
 void ExpertStore::fail_leases_locked(int32_t slot, const std::string& error) {
   for (Lease* lease : leases_) {
-    for (Lease::Item& item : lease->items_) {
+    for (Lease::Item& item : lease->items()) {
       if (item.slot != slot) continue;
       if (item.is_miss) --lease->num_ahead_;
       item.slot = -1;
@@ -604,7 +598,7 @@ std::string ExpertStore::debug_check() const {
   std::vector<int32_t> pins(slots_.size(), 0);
   for (const Lease* lease : leases_) {
     int32_t num_ahead = 0;
-    for (const Lease::Item& item : lease->items_) {
+    for (const Lease::Item& item : lease->items()) {
       const bool has_slot = item.state == Lease::State::Held || item.state == Lease::State::Out;
       if (has_slot != (item.slot >= 0)) return "a lease item's slot does not fit its state";
       if (has_slot) ++pins[at(item.slot)];
@@ -651,6 +645,22 @@ std::string ExpertStore::debug_check() const {
 
 // The lease's face
 
+Lease::Lease(std::shared_ptr<ExpertStore> store, int32_t first_record,
+             std::span<const int32_t> num_tokens)
+    : store_(std::move(store)),
+      ids_(std::count_if(num_tokens.begin(), num_tokens.end(), [](int32_t n) { return n > 0; })),
+      num_tokens_(ids_.count()),
+      items_(ids_.count()) {
+  int64_t index = 0;
+  for (int32_t expert = 0; expert < static_cast<int32_t>(num_tokens.size()); ++expert) {
+    const int32_t count = num_tokens[static_cast<size_t>(expert)];
+    if (count == 0) continue;
+    ids_[index] = expert;
+    num_tokens_[index] = count;
+    std::construct_at(&items_[index++], Item{.record = first_record + expert});
+  }
+}
+
 const ExpertLayout& Lease::layout() const { return store_->table_.layout; }
 int32_t Lease::next_ready(std::span<int32_t> out) { return store_->next_ready(*this, out); }
 void Lease::done(int32_t index) { store_->done(*this, index); }
@@ -658,11 +668,11 @@ void Lease::release() { store_->release(*this); }
 
 const std::byte* Lease::data(int32_t index) const {
   const std::scoped_lock lock(store_->mutex_);
-  if (index < 0 || static_cast<size_t>(index) >= items_.size() ||
-      items_[static_cast<size_t>(index)].state != State::Out) {
+  if (index < 0 || static_cast<size_t>(index) >= size() ||
+      items()[static_cast<size_t>(index)].state != State::Out) {
     throw Error(ErrorKind::Shape, "record " + std::to_string(index) + " is not handed out");
   }
-  return store_->slot_data(items_[static_cast<size_t>(index)].slot);
+  return store_->slot_data(items()[static_cast<size_t>(index)].slot);
 }
 
 }  // namespace headrace::store

@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/array_pool.h"
 #include "base/record_feed.h"
 #include "io/file.h"
 #include "io/load.h"
@@ -99,8 +100,16 @@ class Lease final : public RecordFeed {
   Lease(const Lease&) = delete;
   Lease& operator=(const Lease&) = delete;
 
-  std::span<const int32_t> expert_ids() const override { return ids_; }
-  std::span<const int32_t> num_tokens() const { return num_tokens_; }  // routed to each expert
+  // Leases come and go with every layer of every step, so their memory is the pool's.
+  static void* operator new(size_t size) {
+    return ArrayPool::shared().take(static_cast<int64_t>(size));
+  }
+  static void operator delete(void* lease) { ArrayPool::shared().give(lease); }
+
+  std::span<const int32_t> expert_ids() const override { return {ids_.get(), size()}; }
+  std::span<const int32_t> num_tokens() const {  // routed to each expert
+    return {num_tokens_.get(), size()};
+  }
   const ExpertLayout& layout() const override;
   int32_t next_ready(std::span<int32_t> out) override;
   const std::byte* data(int32_t index) const override;
@@ -124,31 +133,42 @@ class Lease final : public RecordFeed {
     State state = State::Waiting;
     bool is_miss = false;  // this lease ordered the read
   };
-  explicit Lease(std::shared_ptr<ExpertStore> store) : store_(std::move(store)) {}
+  // Of the experts with tokens, counted in num_tokens [E]. Until it is registered it counts as
+  // released: if that fails there is nothing to give back.
+  Lease(std::shared_ptr<ExpertStore> store, int32_t first_record,
+        std::span<const int32_t> num_tokens);
+
+  size_t size() const { return static_cast<size_t>(items_.count()); }
+  std::span<Item> items() const { return {items_.get(), size()}; }
 
   std::shared_ptr<ExpertStore> store_;
-  std::vector<int32_t> ids_;
-  std::vector<int32_t> num_tokens_;
-  std::vector<Item> items_;  // as all below: under the store's mutex
-  int32_t num_ahead_ = 0;    // misses loading, or ready and not yet done
+  PoolBuffer<int32_t> ids_;
+  PoolBuffer<int32_t> num_tokens_;
+  PoolBuffer<Item> items_;  // as all below: under the store's mutex
+  int32_t num_ahead_ = 0;   // misses loading, or ready and not yet done
   int32_t first_waiting_ = 0;
   std::string error_;        // a record cannot be had: what next_ready throws from then on
   bool is_waiting_ = false;  // its thread is inside next_ready
-  bool is_released_ = false;
+  bool is_released_ = true;
 };
 
-class ExpertStore : public std::enable_shared_from_this<ExpertStore> {
+class ExpertStore final : public RecordSource, public std::enable_shared_from_this<ExpertStore> {
  public:
   // Opens the files; throws Error(Checkpoint) for a missing one, Error(Config) for senseless
   // options.
   static std::shared_ptr<ExpertStore> open(RecordTable table, const Options& options);
-  ~ExpertStore();
+  ~ExpertStore() override;
   ExpertStore(const ExpertStore&) = delete;
   ExpertStore& operator=(const ExpertStore&) = delete;
 
   // ids: experts of `num_tokens` tokens, in any order, repeats welcome. Queues the misses and
   // returns.
   std::unique_ptr<Lease> acquire(int32_t layer, std::span<const int32_t> ids, int32_t num_tokens);
+  std::unique_ptr<RecordFeed> feed(int32_t layer, std::span<const int32_t> ids,
+                                   int32_t num_tokens) override {
+    return acquire(layer, ids, num_tokens);
+  }
+  const ExpertLayout& layout() const override { return table_.layout; }
   // Advice: read at low priority what is missing, unless it would push out something hotter. Stale
   // advice for a layer is dropped when that layer is acquired.
   void prefetch(int32_t layer, std::span<const int32_t> ids);

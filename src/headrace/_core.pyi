@@ -62,6 +62,17 @@ class ResidentFeed(RecordFeed):
     ) -> None: ...
     def rewind(self) -> bool: ...
 
+class RecordSource: ...
+
+class ResidentSource(RecordSource):
+    def __init__(
+        self,
+        gate: tuple[str, int, int, int, int],
+        up: tuple[str, int, int, int, int],
+        down: tuple[str, int, int, int, int],
+        records: dict[int, Bytes],
+    ) -> None: ...
+
 class KVPool:
     def __init__(
         self,
@@ -125,8 +136,21 @@ def add(x: Float32, y: Float32) -> Float32: ...
 def clamp(x: Float32, limit: float) -> Float32: ...
 def linear(x: Float32, w: Matrix) -> Float32: ...
 def linears(x: Float32, matrices: Sequence[Matrix]) -> tuple[Float32, ...]: ...
+def norm_linears(
+    x: Float32, weight: Float32, eps: float, matrices: Sequence[Matrix]
+) -> tuple[Float32, ...]: ...
+def linear_add(x: Float32, w: Matrix, y: Float32) -> Float32: ...
 def swiglu_ffn(x: Float32, gate: Matrix, up: Matrix, down: Matrix) -> Float32: ...
 def moe_ffn(x: Float32, ids: Int32, weights: Float32, lease: RecordFeed) -> Float32: ...
+def routed_ffn(
+    x: Float32,
+    router: Matrix,
+    source: RecordSource,
+    layer: int,
+    *,
+    top_k: int,
+    renormalize: bool,
+) -> Float32: ...
 def router_topk(
     x: Float32, weight: Matrix, *, top_k: int, renormalize: bool
 ) -> tuple[Int32, Float32]: ...
@@ -142,6 +166,22 @@ def paged_attention(
     rows: _StepRows,
     scale: float,
     *,
+    window: int | None = None,
+    sinks: Float32 | None = None,
+) -> Float32: ...
+def rotary_attention(
+    q: Float32,
+    k: Float32,
+    v: Float32,
+    angles: tuple[Float32, Float32],
+    pool: KVPool,
+    layer: int,
+    rows: _StepRows,
+    scale: float,
+    *,
+    q_norm: Float32 | None = None,
+    k_norm: Float32 | None = None,
+    eps: float = 0.0,
     window: int | None = None,
     sinks: Float32 | None = None,
 ) -> Float32: ...
@@ -246,7 +286,7 @@ class Lease(RecordFeed):
     def __enter__(self) -> Lease: ...
     def __exit__(self, *args: object) -> None: ...
 
-class ExpertStore:
+class ExpertStore(RecordSource):
     def __init__(
         self,
         *,

@@ -1,7 +1,6 @@
 """Synthetic checkpoints: sound, reproducible, and routed like trained models."""
 
 import json
-from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from headrace.config import ExpertConfig
 from headrace.convert import Recipe, convert
 from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.experts import ExpertStore
+from headrace.experts.trace import read_trace
 from headrace.inspect import open_model, verify
 from headrace.models.registry import build_model
 from headrace.state import StepRows
@@ -157,37 +157,34 @@ def test_any_id_decodes_and_text_encodes_to_bytes(tiny: Path) -> None:
 
 
 def test_routing_is_skewed_and_sticky_and_text_does_not_collapse(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, tmp_path: Path
 ) -> None:
     spec, checkpoint = open_model(tiny)
     model = build_model(spec, checkpoint)
-    original, chosen = ops.router_topk, defaultdict(list)
-    calls = [0]
-
-    def spy(*args: object, **options: object) -> object:
-        ids, weights = original(*args, **options)
-        chosen[calls[0] % 3].append(ids)
-        calls[0] += 1
-        return ids, weights
-
-    monkeypatch.setattr(ops, "router_topk", spy)
     prompt = np.random.default_rng(0).integers(32, 127, 96, np.int32)
     assert checkpoint.records is not None
-    store = ExpertStore(checkpoint.records, num_slots=96, readers=ExpertConfig(readers=2))
+    readers = ExpertConfig(readers=2, trace=tmp_path / "routing")
+    store = ExpertStore(checkpoint.records, num_slots=96, readers=readers)
     kv = model.make_state(4, "f16")
     rows = StepRows.for_sequence(0, len(prompt), range(4))
+    store.note_step([(0, len(prompt), True)])
     logits = model(prompt, rows, kv, store, np.array([len(prompt) - 1], np.int32))
     text = []
     for position in range(len(prompt), len(prompt) + 96):
         text.append(int(logits[0].argmax()))
         rows = StepRows.for_sequence(position, 1, range(4))
+        store.note_step([(0, 1, False)])
         logits = model(np.array(text[-1:], np.int32), rows, kv, store, np.zeros(1, np.int32))
     store.close()
     assert len(set(text)) > 48, "greedy text does not run in circles"
     assert TINY.vocab_size - 1 not in text
     top, overlap = [], []
-    for parts in chosen.values():
-        ids = np.concatenate(parts)
+    routing = read_trace(tmp_path / "routing").native
+    visits = [routing.visit(index) for index in range(routing.num_visits)]
+    for layer in range(3):
+        ids = np.concatenate([ids for row, ids in visits if row == layer])
+        # The last layer's mixture runs for the rows that are scored alone.
+        assert len(ids) == (97 if layer == 2 else 192)
         counts = np.sort(np.bincount(ids.ravel(), minlength=32))[::-1]
         top.append(counts[:3].sum() / counts.sum())
         overlap.append(np.mean([len(np.intersect1d(a, b)) / 4 for a, b in pairwise(ids)]))

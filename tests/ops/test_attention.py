@@ -77,6 +77,49 @@ def test_equals_reference(
         assert_same_bits(got, expected)
 
 
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("half", [4, 12])
+def test_rotary_equals_reference(
+    everywhere: Everywhere, rng: np.random.Generator, with_norms: bool, half: int
+) -> None:
+    q, k, v = (x.reshape(45, -1) for x in qkv(rng, 45, 6, 2, 24))
+    rows = one_sequence(45, [2, 0, 1])
+    angles = reference.rope_angles(rows.positions, (0.3 ** np.arange(half)).astype(np.float32))
+    options: Any = {"window": 20, "sinks": rng.standard_normal(6).astype(np.float32)}
+    if with_norms:
+        options["eps"] = 1e-6
+        for name in ("q_norm", "k_norm"):
+            options[name] = rng.standard_normal(24).astype(np.float32)
+    oracle = reference.KVPool(2, 3, 2, 24, 16, "f16")
+    expected = reference.rotary_attention(q, k, v, angles, oracle, 1, rows, 0.2, **options)
+
+    def run() -> Any:
+        pool = ops.KVPool(2, 3, 2, 24, 16, "f16")
+        return ops.rotary_attention(q, k, v, angles, pool, 1, rows, 0.2, **options)
+
+    for got in everywhere(run):
+        assert_same_bits(got, expected)
+
+
+def test_rotary_errors(rng: np.random.Generator) -> None:
+    q, k, v = (x.reshape(5, -1) for x in qkv(rng, 5, 6, 2, 24))
+    rows = one_sequence(5, [0])
+    angles = (np.ones((5, 12), np.float32), np.ones((5, 12), np.float32))
+    wide = (np.ones((5, 13), np.float32), np.ones((5, 13), np.float32))
+    pool = ops.KVPool(1, 1, 2, 24, 16, "f16")
+    norm = np.ones(23, np.float32)
+    with pytest.raises(ShapeError, match="q of width 120 for 2 kv heads of 24"):
+        ops.rotary_attention(q[:, :120].copy(), k, v, angles, pool, 0, rows, 0.2)
+    with pytest.raises(ShapeError, match="`v`"):
+        ops.rotary_attention(q, k, v[:4], angles, pool, 0, rows, 0.2)
+    with pytest.raises(ShapeError, match="26 rotary dims in heads of 24"):
+        ops.rotary_attention(q, k, v, wide, pool, 0, rows, 0.2)
+    with pytest.raises(ShapeError, match="k_norm"):
+        ops.rotary_attention(q, k, v, angles, pool, 0, rows, 0.2, k_norm=norm)
+    with pytest.raises(ShapeError, match="layer 1 of 1"):
+        ops.rotary_attention(q, k, v, angles, pool, 1, rows, 0.2)
+
+
 def test_near_exact_attention(rng: np.random.Generator) -> None:
     q, k, v = qkv(rng, 150, 6, 2, 24)
     pool = ops.KVPool(1, 3, 2, 24, 64, "f32")

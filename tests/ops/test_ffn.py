@@ -42,6 +42,10 @@ class Mixture:
             matrices[expert] = (views[0], views[1], views[2])
         self.reference = reference.Experts(matrices)
 
+    def source(self) -> _core.ResidentSource:
+        gate, up, down = self.layout
+        return _core.ResidentSource(gate, up, down, self.records)
+
     def feed(self, order: list[int] | None = None, step: int = 1) -> _core.ResidentFeed:
         gate, up, down = self.layout
         return _core.ResidentFeed(gate, up, down, self.records, order or [], step)
@@ -87,6 +91,44 @@ def test_moe_equals_reference(
     expected = reference.moe_ffn(x, ids, weights, mixture.reference)
     for got in everywhere(lambda: ops.moe_ffn(x, ids, weights, mixture.feed())):
         assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_routed_equals_reference(
+    everywhere: Everywhere, rng: np.random.Generator, num_tokens: int, renormalize: bool
+) -> None:
+    mixture = Mixture(rng, list(range(12)), hidden=80, inner=48, formats=[("q4", 32)] * 3)
+    router = make_matrix(rng.standard_normal((12, 80)).astype(np.float32), "f32", 1)
+    x = rng.standard_normal((num_tokens, 80)).astype(np.float32)
+    options: Any = {"top_k": 3, "renormalize": renormalize}
+    expected = reference.routed_ffn(x, router, mixture.reference, **options)
+    for got in everywhere(lambda: ops.routed_ffn(x, router, mixture.source(), 0, **options)):
+        assert_same_bits(got, expected)
+
+
+def test_routed_errors(rng: np.random.Generator) -> None:
+    mixture = Mixture(rng, [0, 1], hidden=64, inner=32, formats=[("q8", 32)] * 3)
+    router = make_matrix(np.zeros((3, 64), np.float32), "f32", 1)
+    x = np.ones((2, 64), np.float32)
+
+    def routed(matrix: _core.Matrix = router, layer: int = 0, top_k: int = 2) -> None:
+        ops.routed_ffn(x, matrix, mixture.source(), layer, top_k=top_k, renormalize=True)
+
+    routed()
+    with pytest.raises(ShapeError, match="no record of layer 0, expert 2"):
+        routed(top_k=3)
+    with pytest.raises(ShapeError, match="no record of layer 1"):
+        routed(layer=1)
+    with pytest.raises(ShapeError, match="expected 1 to 3, got 4"):
+        routed(top_k=4)
+    with pytest.raises(ShapeError, match="the router must be f32, got q8"):
+        routed(make_matrix(np.zeros((3, 64), np.float32), "q8", 32))
+    with pytest.raises(ShapeError, match="expected 32 inputs per row"):
+        routed(make_matrix(np.zeros((3, 32), np.float32), "f32", 1))
+    x[1, 3] = np.inf
+    with pytest.raises(NumericError, match="router logits of token 1"):
+        routed()
 
 
 def test_arrival_order_does_not_show(everywhere: Everywhere, rng: np.random.Generator) -> None:

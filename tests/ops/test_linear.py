@@ -173,3 +173,33 @@ def test_the_peak_of_a_unit_counts_operations(isa: str, unit: str) -> None:
 def test_an_unknown_unit_is_refused() -> None:
     with pytest.raises(ConfigError, match="float or int8, got tensor"):
         _core.peak_operations("tensor", 1)
+
+
+@pytest.mark.parametrize(("format", "group"), FORMATS)
+@pytest.mark.parametrize("num_rows", [1, 6])
+def test_fused_products_equal_reference(
+    everywhere: Everywhere, rng: np.random.Generator, format: str, group: int, num_rows: int
+) -> None:
+    x = rng.standard_normal((num_rows, 70)).astype(np.float32)
+    y = rng.standard_normal((num_rows, 50)).astype(np.float32)
+    norm = rng.standard_normal(70).astype(np.float32)
+    matrices = [
+        make_matrix(rng.standard_normal((n, 70)).astype(np.float32), format, group)
+        for n in (50, 33)
+    ]
+    normed = reference.norm_linears(x, norm, 1e-5, matrices)
+    added = reference.linear_add(x, matrices[0], y)
+    for got in everywhere(lambda: ops.norm_linears(x, norm, 1e-5, matrices)):
+        for product, expected in zip(got, normed, strict=True):
+            assert_same_bits(product, expected)
+    for got in everywhere(lambda: ops.linear_add(x, matrices[0], y)):
+        assert_same_bits(got, added)
+
+
+def test_fused_products_refuse_other_shapes() -> None:
+    x = np.ones((2, 32), np.float32)
+    matrix = make_matrix(np.ones((4, 32), np.float32), "f32", 1)
+    with pytest.raises(ShapeError, match="norm_linears: array `weight`"):
+        ops.norm_linears(x, np.ones(31, np.float32), 1e-5, [matrix])
+    with pytest.raises(ShapeError, match="linear_add: array `y`"):
+        ops.linear_add(x, matrix, np.ones((2, 5), np.float32))

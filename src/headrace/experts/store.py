@@ -201,6 +201,11 @@ class ExpertStore:
             self.warm(history.hottest(self.num_slots))
 
     @property
+    def source(self) -> _core.RecordSource:
+        """What `ops.routed_ffn` fetches records from."""
+        return self._native
+
+    @property
     def num_slots(self) -> int:
         """Records held at once."""
         return self._native.num_slots

@@ -60,7 +60,8 @@ class Head:
 
     def __call__(self, x: Float32) -> Float32:
         """Score x [R, D]."""
-        return ops.linear(self.norm(x), self.matrix)
+        (scores,) = ops.norm_linears(x, self.norm.weight, self.norm.eps, (self.matrix,))
+        return scores
 
 
 class Norm:
@@ -90,7 +91,7 @@ class Rotary:
 
 
 class Attention:
-    """Causal grouped-query attention over paged keys and values: x [T, D] -> [T, D].
+    """x + attention(norm(x)), causal and grouped-query, over paged keys and values: [T, D].
 
     Query head h reads key-value head h // (H / K). Rope turns the pair (i, i + Dh / 2) of each
     head.
@@ -108,28 +109,32 @@ class Attention:
 
     def __init__(self, spec: ModelSpec, weights: Weights, layer: int) -> None:
         self.layer = layer
-        self.head_dim = spec.head_dim
         self.scale = spec.head_dim**-0.5
         self.qkv_proj = tuple(
             weights.matrix(role, layer) for role in ("q_proj", "k_proj", "v_proj")
         )
         self.o_proj = weights.matrix("o_proj", layer)
 
+        self.input_norm = Norm(spec, weights, "input_norm", layer)
+        # Weights [Dh] that norm each query and each key head by itself, where there are any.
+        self.head_norms: tuple[Float32 | None, Float32 | None] = (None, None)
+
     def before_rope(self, q: Float32, k: Float32, v: Float32) -> tuple[Float32, Float32, Float32]:
-        """What an architecture does to q [T, H·Dh], k and v [T, K·Dh] before rope: here nothing."""
+        """What an architecture does to q [T, H·Dh], k and v [T, K·Dh] whole: here nothing."""
         return q, k, v
 
     def __call__(
         self, x: Float32, angles: tuple[Float32, Float32], rows: StepRows, kv: KVPool
     ) -> Float32:
-        """Write the rows' keys and values, then attend; x [T, D]."""
-        heads = (x.shape[0], -1, self.head_dim)
-        q, k, v = self.before_rope(*ops.linears(x, self.qkv_proj))
-        q = ops.rope(q.reshape(heads), *angles)  # [T, H, Dh]
-        k = ops.rope(k.reshape(heads), *angles)  # [T, K, Dh]
-        ops.kv_write(kv, self.layer, k, v.reshape(heads), rows)
-        out = ops.paged_attention(q, kv, self.layer, rows, self.scale)  # [T, H·Dh]
-        return ops.linear(out, self.o_proj)
+        """Write the rows' keys and values, attend, and add the result to x [T, D]."""
+        norm = self.input_norm
+        q, k, v = self.before_rope(*ops.norm_linears(x, norm.weight, norm.eps, self.qkv_proj))
+        q_norm, k_norm = self.head_norms
+        out = ops.rotary_attention(
+            q, k, v, angles, kv, self.layer, rows, self.scale,
+            q_norm=q_norm, k_norm=k_norm, eps=norm.eps,
+        )  # [T, H·Dh]  # fmt: skip
+        return ops.linear_add(out, self.o_proj, x)
 
 
 class HeadNormAttention(Attention):
@@ -144,14 +149,7 @@ class HeadNormAttention(Attention):
 
     def __init__(self, spec: ModelSpec, weights: Weights, layer: int) -> None:
         super().__init__(spec, weights, layer)
-        self.q_norm = Norm(spec, weights, "q_norm", layer)
-        self.k_norm = Norm(spec, weights, "k_norm", layer)
-
-    def before_rope(self, q: Float32, k: Float32, v: Float32) -> tuple[Float32, Float32, Float32]:
-        """Norm every head of q and k by itself."""
-        q = self.q_norm(q.reshape(-1, self.head_dim)).reshape(q.shape)
-        k = self.k_norm(k.reshape(-1, self.head_dim)).reshape(k.shape)
-        return q, k, v
+        self.head_norms = (weights.vector("q_norm", layer), weights.vector("k_norm", layer))
 
 
 class DenseFFN:
@@ -195,11 +193,10 @@ class MoE:
     def __call__(self, x: Float32, experts: ExpertStore | None) -> Float32:
         """Route x [T, D] and add up the chosen experts, computed as their records arrive."""
         assert experts is not None, "a mixture was built without an expert store"
-        ids, weights = ops.router_topk(
-            x, self.router, top_k=self.top_k, renormalize=self.renormalize
-        )  # [T, A] each
-        with experts.acquire(self.layer, ids) as lease:
-            return ops.moe_ffn(x, ids, weights, lease)
+        return ops.routed_ffn(
+            x, self.router, experts.source, self.layer,
+            top_k=self.top_k, renormalize=self.renormalize,
+        )  # fmt: skip
 
 
 class PreNormLayer:
@@ -213,7 +210,6 @@ class PreNormLayer:
         attention: type[Attention],
         ffn: type[DenseFFN] | type[MoE],
     ) -> None:
-        self.input_norm = Norm(spec, weights, "input_norm", layer)
         self.attention = attention(spec, weights, layer)
         self.post_attention_norm = Norm(spec, weights, "post_attention_norm", layer)
         self.ffn = ffn(spec, weights, layer)
@@ -230,7 +226,7 @@ class PreNormLayer:
         """Apply to x [T, D]. Where only some rows of the result are wanted, `kept` names them, and
         the FFN runs, and experts are read, for those alone.
         """
-        x = ops.add(x, self.attention(self.input_norm(x), angles, rows, kv))
+        x = self.attention(x, angles, rows, kv)
         if kept is not None:
             x = x[kept]
         return ops.add(x, self.ffn(self.post_attention_norm(x), experts)) if len(x) else x

@@ -11,11 +11,12 @@ from headrace.ops.attention import (
     latent_attention,
     latent_write,
     paged_attention,
+    rotary_attention,
 )
 from headrace.ops.elementwise import add, clamp
 from headrace.ops.embedding import embedding
-from headrace.ops.ffn import moe_ffn, swiglu_ffn
-from headrace.ops.linear import linear, linears
+from headrace.ops.ffn import moe_ffn, routed_ffn, swiglu_ffn
+from headrace.ops.linear import linear, linear_add, linears, norm_linears
 from headrace.ops.machine import (
     available_isas,
     isa,
@@ -46,10 +47,12 @@ __all__ = [
     "latent_attention",
     "latent_write",
     "linear",
+    "linear_add",
     "linears",
     "lock_memory",
     "log_softmax",
     "moe_ffn",
+    "norm_linears",
     "num_threads",
     "paged_attention",
     "pool_bytes",
@@ -57,6 +60,8 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_angles",
+    "rotary_attention",
+    "routed_ffn",
     "router_topk",
     "sample",
     "set_isa",

@@ -84,6 +84,64 @@ def paged_attention(
     return _core.paged_attention(q, pool, layer, rows, scale, window=window, sinks=sinks)
 
 
+def rotary_attention(
+    q: Float32,
+    k: Float32,
+    v: Float32,
+    angles: tuple[Float32, Float32],
+    pool: _core.KVPool,
+    layer: int,
+    rows: StepRowsLike,
+    scale: float,
+    *,
+    q_norm: Float32 | None = None,
+    k_norm: Float32 | None = None,
+    eps: float = 0.0,
+    window: int | None = None,
+    sinks: Float32 | None = None,
+) -> Float32:
+    """Norm and turn the heads of q and k, write keys and values, attend: one native call.
+
+    The same bits as `rms_norm` of each head, `rope`, `kv_write` and `paged_attention` in turn.
+
+    Args:
+        q: [T, H * Dh] float32; H a multiple of the pool's K.
+        k: [T, K * Dh] float32.
+        v: [T, K * Dh] float32.
+        angles: cos and sin of the rows, each [T, d/2]; see `rope`.
+        pool: K kv heads of Dh dims, in pages; the rows' keys and values are written.
+        layer: 0 to the pool's layers - 1.
+        rows: positions and pages of the T rows.
+        scale: multiplies the scores, usually Dh ** -0.5.
+        q_norm: [Dh] float32, the weight that norms every query head by itself. None: no norm.
+        k_norm: as q_norm, for the key heads.
+        eps: of both norms.
+        window: as in `paged_attention`.
+        sinks: as in `paged_attention`.
+
+    Returns:
+        [T, H * Dh] float32.
+
+    Raises:
+        ShapeError: a shape differs, or a row points outside its pages.
+    """
+    return _core.rotary_attention(
+        q,
+        k,
+        v,
+        angles,
+        pool,
+        layer,
+        rows,
+        scale,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=eps,
+        window=window,
+        sinks=sinks,
+    )
+
+
 def latent_write(pool: _core.LatentPool, layer: int, latents: Float32, rows: StepRowsLike) -> None:
     """Round latents to the pool's type and store them at their rows' positions.
 

@@ -48,3 +48,35 @@ def moe_ffn(x: Float32, ids: Int32, weights: Float32, lease: _core.RecordFeed) -
         ExpertReadError: a record could not be read.
     """
     return _core.moe_ffn(x, ids, weights, lease)
+
+
+def routed_ffn(
+    x: Float32,
+    router: _core.Matrix,
+    source: _core.RecordSource,
+    layer: int,
+    *,
+    top_k: int,
+    renormalize: bool,
+) -> Float32:
+    """Route every token, fetch the chosen experts' records, and mix: one native call.
+
+    The same bits as `router_topk` and `moe_ffn` in turn.
+
+    Args:
+        x: [T, D] float32.
+        router: packed [E, D] in format f32.
+        source: gives the records of the experts chosen.
+        layer: the layer number that the source knows.
+        top_k: A, experts per token.
+        renormalize: as in `router_topk`.
+
+    Returns:
+        [T, D] float32.
+
+    Raises:
+        ShapeError: sizes do not fit, or the source has no such layer.
+        NumericError: a router logit, or an input of a quantised expert, is NaN or infinite.
+        ExpertReadError: a record could not be read.
+    """
+    return _core.routed_ffn(x, router, source, layer, top_k=top_k, renormalize=renormalize)

@@ -44,3 +44,42 @@ def linears(x: Float32, matrices: Sequence[_core.Matrix]) -> tuple[Float32, ...]
         NumericError: a matrix is quantised and x holds a NaN or an infinity.
     """
     return _core.linears(x, matrices)
+
+
+def norm_linears(
+    x: Float32, weight: Float32, eps: float, matrices: Sequence[_core.Matrix]
+) -> tuple[Float32, ...]:
+    """Norm the rows, then multiply them by several matrices: `rms_norm` and `linears` in one call.
+
+    Args:
+        x: [T, K] float32.
+        weight: [K] float32, of the norm.
+        eps: of the norm.
+        matrices: packed [N_i, K].
+
+    Returns:
+        One [T, N_i] float32 array per matrix.
+
+    Raises:
+        ShapeError: K differs, or an array is not float32 in C order.
+        NumericError: a matrix is quantised and a normed row holds a NaN or an infinity.
+    """
+    return _core.norm_linears(x, weight, eps, matrices)
+
+
+def linear_add(x: Float32, w: _core.Matrix, y: Float32) -> Float32:
+    """Compute y + x W^T: `linear` and `add` in one call.
+
+    Args:
+        x: [T, K] float32.
+        w: packed [N, K].
+        y: [T, N] float32.
+
+    Returns:
+        [T, N] float32.
+
+    Raises:
+        ShapeError: a shape differs, or an array is not float32 in C order.
+        NumericError: w is quantised and x holds a NaN or an infinity.
+    """
+    return _core.linear_add(x, w, y)

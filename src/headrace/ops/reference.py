@@ -166,6 +166,18 @@ def linears(x: Float32, matrices: Sequence[_core.Matrix]) -> tuple[Float32, ...]
     return tuple(linear(x, w) for w in matrices)
 
 
+def norm_linears(
+    x: Float32, weight: Float32, eps: float, matrices: Sequence[_core.Matrix]
+) -> tuple[Float32, ...]:
+    """See `headrace.ops.norm_linears`."""
+    return linears(rms_norm(x, weight, eps), matrices)
+
+
+def linear_add(x: Float32, w: _core.Matrix, y: Float32) -> Float32:
+    """See `headrace.ops.linear_add`."""
+    return y + linear(x, w)
+
+
 def sin_cos(x: npt.NDArray[np.float64]) -> tuple[Any, Any]:
     """sin and cos in double precision: pi/2 taken off in three parts, then Taylor series."""
     quadrant = np.rint(x * 0.63661977236758134308)
@@ -256,6 +268,7 @@ class KVPool:
         shape = (num_layers, num_pages, num_kv_heads, page_tokens, head_dim)
         self.keys = np.zeros(shape, np.float32)
         self.values = np.zeros(shape, np.float32)
+        self.head_dim = head_dim
         self.page_tokens = page_tokens
         self.dtype = dtype
 
@@ -393,6 +406,34 @@ def _merge(state: tuple[Any, Any, Any] | None, page: tuple[Any, Any, Any]) -> tu
     return maximum, total, fma(state[2], keep, page[2] * take)
 
 
+def rotary_attention(
+    q: Float32,
+    k: Float32,
+    v: Float32,
+    angles: tuple[Float32, Float32],
+    pool: KVPool,
+    layer: int,
+    rows: StepRowsLike,
+    scale: float,
+    *,
+    q_norm: Float32 | None = None,
+    k_norm: Float32 | None = None,
+    eps: float = 0.0,
+    window: int | None = None,
+    sinks: Float32 | None = None,
+) -> Float32:
+    """See `headrace.ops.rotary_attention`."""
+
+    def turned(x: Float32, weight: Float32 | None) -> Float32:
+        heads = x.reshape(-1, pool.head_dim)
+        if weight is not None:
+            heads = rms_norm(heads, weight, eps)
+        return rope(heads.reshape(x.shape[0], -1, pool.head_dim), *angles)
+
+    kv_write(pool, layer, turned(k, k_norm), v.reshape(v.shape[0], -1, pool.head_dim), rows)
+    return paged_attention(turned(q, q_norm), pool, layer, rows, scale, window=window, sinks=sinks)
+
+
 def router_topk(
     x: Float32, weight: _core.Matrix, *, top_k: int, renormalize: bool
 ) -> tuple[Int32, Float32]:
@@ -433,6 +474,14 @@ def moe_ffn(x: Float32, ids: Int32, weights: Float32, lease: Experts) -> Float32
             y = swiglu_ffn(x[t : t + 1], gate, up, down)[0]
             out[t] = fma(weights[t, a], y, out[t])
     return out
+
+
+def routed_ffn(
+    x: Float32, router: _core.Matrix, experts: Experts, *, top_k: int, renormalize: bool
+) -> Float32:
+    """See `headrace.ops.routed_ffn`; of one layer, whose experts are given."""
+    ids, weights = router_topk(x, router, top_k=top_k, renormalize=renormalize)
+    return moe_ffn(x, ids, weights, experts)
 
 
 def _mix(x: int) -> int:
