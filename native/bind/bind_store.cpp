@@ -25,6 +25,7 @@
 #include "io/fault.h"
 #include "io/load.h"
 #include "io/memory.h"
+#include "io/throttle.h"
 #include "kernels/format.h"
 #include "kernels/pack.h"
 #include "store/expert_store.h"
@@ -217,6 +218,16 @@ void bind_faults(nb::module_& m) {
       "the text, only reads that cover byte `offset` of the file if it is not negative.");
   m.def("clear_faults", &fault::clear, "Disarm every injected fault.");
   m.def("num_faults_fired", &fault::num_fired, "Faults that struck since the last clear_faults.");
+  m.def(
+      "slow_drive",
+      [](std::string path_prefix, double bytes_per_s, double latency_s) {
+        throttle::set({std::move(path_prefix), bytes_per_s, latency_s});
+      },
+      "path_prefix"_a, nb::kw_only(), "bytes_per_s"_a, "latency_s"_a = 0.0,
+      "For tests and benches: let reads of files whose path begins so take as long as on a drive "
+      "of "
+      "this bandwidth and latency.");
+  m.def("clear_slow_drives", &throttle::clear, "Let every drive be as fast as it is.");
 }
 
 // A lease whose memory Python gives back: it calls the destructor and frees, where a lease returns

@@ -1,4 +1,5 @@
-// The part of File that is the same on every platform: completing reads, and the injected faults.
+// The part of File that is the same on every platform: completing reads, the injected faults, and
+// the drives that a slower one stands for.
 #include "io/file.h"
 
 #include <cerrno>
@@ -7,6 +8,7 @@
 #include <thread>
 
 #include "io/fault.h"
+#include "io/throttle.h"
 
 namespace headrace::io {
 
@@ -15,6 +17,15 @@ std::string error_text(int error) {
 }
 
 ReadResult File::read(std::byte* dest, int64_t length, int64_t offset) {
+  if (!throttle::is_armed()) [[likely]]
+    return read_whole(dest, length, offset);
+  const auto over = throttle::take(path_, length);
+  const ReadResult result = read_whole(dest, length, offset);
+  if (over) std::this_thread::sleep_until(*over);
+  return result;
+}
+
+ReadResult File::read_whole(std::byte* dest, int64_t length, int64_t offset) {
   int64_t have = 0;
   while (have < length) {
     // A direct read must go on from an aligned place, so the bytes after the last one come again.

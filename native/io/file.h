@@ -51,6 +51,7 @@ class File {
   ReadResult read(std::byte* dest, int64_t length, int64_t offset);
 
  private:
+  ReadResult read_whole(std::byte* dest, int64_t length, int64_t offset);
   ReadResult read_some(std::byte* dest, int64_t length, int64_t offset);
   ReadResult read_system(std::byte* dest, int64_t length, int64_t offset);  // one system call
   void become_buffered();

@@ -15,6 +15,7 @@
 #include "io/load.h"
 #include "io/memory.h"
 #include "io/read_pool.h"
+#include "io/throttle.h"
 
 using namespace headrace;
 using test::check;
@@ -312,6 +313,44 @@ void test_interleaving() {
   check(!io::interleave(memory.data(), memory.size_bytes(), {1000}), "no such node");
 }
 
+void test_slow_drives() {
+  throttle::set({"/a", 1.0, 0.0});
+  throttle::set({"/a/fast", 10.0, 7.0});
+  throttle::set({"/b", 1.0, 0.0});
+  throttle::set({"/b", 100.0, 0.0});  // replaces the one before
+  const auto seconds_from = [](auto since, auto until) {
+    return std::chrono::duration<double>(until - since).count();
+  };
+  // Each read is over after all before it on its drive, so what lies between two is exact.
+  const auto first = throttle::take("/a/model", 100);
+  const auto second = throttle::take("/a/other", 50);
+  check(first && second && seconds_from(*first, *second) == 50.0, "one bucket for a drive");
+  const auto before = std::chrono::steady_clock::now();
+  const auto inner = throttle::take("/a/fast/model", 1000);
+  check(inner && seconds_from(before, *inner) >= 107.0, "the longest prefix counts");
+  const auto next = throttle::take("/a/fast/model", 1000);
+  check(next && seconds_from(*inner, *next) == 100.0, "latencies pass side by side");
+  const auto third = throttle::take("/b/x", 1000);
+  const auto fourth = throttle::take("/b/x", 1000);
+  check(third && fourth && seconds_from(*third, *fourth) == 10.0, "the later setting counts");
+  check(!throttle::take("/c", 100), "another drive is as fast as it is");
+  test::check_contains(test::message_of<Error>([] { throttle::set({"/a", 0.0, 0.0}); }),
+                       "above zero");
+  throttle::clear();
+  check(!throttle::is_armed() && !throttle::take("/a", 100));
+
+  const test::TemporaryFolder folder;
+  const std::vector<std::byte> bytes = test::random_bytes(100'000, 9);
+  io::File file(folder.write("data.bin", bytes), true, ErrorKind::Checkpoint);
+  throttle::set({"/", 1e8, 0.001});
+  io::ReadPool pool(2);
+  std::vector<std::byte> got(bytes.size());
+  const io::Range range{&file, 0, file.size_bytes(), got.data()};
+  io::read_ranges(pool, {&range, 1}, 16384, ErrorKind::Checkpoint);
+  check(got == bytes, "slow, and right");
+  throttle::clear();
+}
+
 }  // namespace
 
 int main() {
@@ -320,6 +359,7 @@ int main() {
       {"ranges", test_ranges},
       {"many ranges of many files", test_many_ranges_of_many_files},
       {"faults of reads", test_faults_of_reads},
+      {"slow drives", test_slow_drives},
       {"priorities, raise, cancel and stop", test_priorities_raise_cancel_and_stop},
       {"rows", test_rows},
       {"page buffer", test_page_buffer},

@@ -1,0 +1,90 @@
+"""Decoding against the bandwidth of the drive, beside what `plan` predicts.
+
+    headrace synth qwen3-30b-a3b big --layers 12
+    python bench/bandwidth.py big [--memory 1536MiB] [--rates 100MB/s,200MB/s,...] [--tokens 24]
+
+One machine stands for many: reads of the model take as long as on a drive of the stated bandwidth
+and latency. The machine's own drive must be the faster one; a copy of the model in tmpfs
+stands for drives that are faster than it. A first answer, at the machine's own speed, fills the
+history; then every row is a run from a warm store, and its prediction comes from a plan made with
+the same history. `--repeat` rows per rate, in turns; steal above 5 % voids a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from statistics import median
+
+from headrace import LLM, EngineConfig, ExpertConfig, SamplingParams, _core
+from headrace.config import parse_bytes
+from headrace.llm import plan_model
+from machine import Steal, describe
+
+PROMPT = "The quick brown fox jumps over the lazy dog."
+RATES = "100MB/s,200MB/s,400MB/s,800MB/s,1200MB/s"
+READERS = 4
+
+
+def rate(text: str) -> float:
+    """Bytes per second of `400MB/s`."""
+    return float(parse_bytes(text.removesuffix("/s")))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--memory", type=parse_bytes, default=parse_bytes("1536MiB"))
+    parser.add_argument("--rates", default=RATES)
+    parser.add_argument("--latency", type=float, default=0.0, help="seconds per read")
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--repeat", type=int, default=3)
+    args = parser.parse_args()
+    model = args.model.resolve()
+    params = SamplingParams(max_tokens=args.tokens, temperature=0.0)
+    rows: dict[float, list[tuple[float, float]]] = {rate(r): [] for r in args.rates.split(",")}
+    print(describe())
+    with tempfile.TemporaryDirectory() as folder:
+        experts = ExpertConfig(readers=READERS, history_path=Path(folder) / "history")
+        config = EngineConfig(memory=args.memory, experts=experts)
+        with LLM(model, config) as llm:
+            llm.generate(PROMPT, params)
+        columns = ("drive", 11), ("tok/s", 8), ("plan", 8), ("of plan", 9), ("MB/token", 10)
+        print("".join(f"{name:>{width}}" for name, width in (*columns, ("plan", 7), ("steal", 7))))
+        for _ in range(args.repeat):
+            for bytes_per_s, seen in rows.items():
+                seen.append(measure(model, config, params, bytes_per_s, args.latency))
+    for bytes_per_s, seen in rows.items():
+        speed, plan = (median(values) for values in zip(*seen, strict=True))
+        print(
+            f"median at {bytes_per_s / 1e6:5.0f} MB/s: {speed:.2f} tok/s, "
+            f"{speed / plan:.0%} of plan"
+        )
+
+
+def measure(
+    model: Path, config: EngineConfig, params: SamplingParams, bytes_per_s: float, latency_s: float
+) -> tuple[float, float]:
+    """One answer at a bandwidth: tokens per second, and those that the plan predicted."""
+    _core.slow_drive(str(model), bytes_per_s=bytes_per_s, latency_s=latency_s)
+    plan = plan_model(model, config)
+    expected = plan.tokens_per_s(bytes_per_s, plan.expected_hit_rate or 0.0) or 0.0
+    try:
+        with Steal() as steal, LLM(model, config) as llm:
+            llm.generate(PROMPT, params)
+            receipt = llm.generate(PROMPT, params).receipt
+    finally:
+        _core.clear_slow_drives()
+    speed = receipt.decode_tokens_per_s
+    print(
+        f"{bytes_per_s / 1e6:6.0f} MB/s{speed:8.2f}{expected:8.2f}{speed / expected:9.0%}"
+        f"{receipt.bytes_read_per_token / 1e6:10.1f}{bytes_per_s / expected / 1e6:7.1f}"
+        f"{steal.share:7.1%}"
+    )
+    return speed, expected
+
+
+if __name__ == "__main__":
+    main()
