@@ -1,6 +1,7 @@
 // Packed matrices, kernels and threads as Python sees them. Checks arguments, drops the GIL, calls.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -12,6 +13,7 @@
 #include <cstring>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,6 +31,7 @@
 #include "kernels/memory_feed.h"
 #include "kernels/moe.h"
 #include "kernels/pack.h"
+#include "kernels/quantise.h"
 #include "kernels/router.h"
 #include "kernels/sample.h"
 
@@ -125,6 +128,23 @@ NumpyArray<uint8_t> pack_weights(const AnyArray& w, const std::string& format_na
   return packed;
 }
 
+nb::tuple quantise_weights(const AnyArray& w, const std::string& format_name, int64_t group,
+                           const std::optional<AnyArray>& importance, const std::string& name) {
+  const RowMajor source = row_major(w, "quantise", "w");
+  const Format format = parse_format(format_name);
+  const int32_t g = checked_group(format, narrow(group, "quantise", "group"));
+  const float* counts =
+      importance ? checked<float>(*importance, "quantise", "importance", {source.cols}) : nullptr;
+  NumpyArray<uint8_t> packed = aligned_empty(packed_bytes(format, source.rows, source.cols, g));
+  QuantiseLoss loss;
+  {
+    nb::gil_scoped_release release;
+    loss = quantise(*shared_pool(), source, format, g, counts, name,
+                    reinterpret_cast<std::byte*>(packed.data()));
+  }
+  return nb::make_tuple(packed, loss.squared_error, loss.squares);
+}
+
 void bind_matrices(nb::module_& m) {
   nb::class_<PackedMatrix>(m, "Matrix")
       .def(
@@ -148,6 +168,8 @@ void bind_matrices(nb::module_& m) {
       .def_prop_ro("nbytes", [](const PackedMatrix& m) { return m.view.nbytes(); });
   m.def("packed_bytes", packed_bytes_of, "format"_a, "rows"_a, "cols"_a, "group"_a = 1);
   m.def("pack", pack_weights, "w"_a, "format"_a, "group"_a = 1, "name"_a = "");
+  m.def("quantise", quantise_weights, "w"_a, "format"_a, "group"_a, "importance"_a = nb::none(),
+        "name"_a = "");
   m.def("unpack", unpack_matrix, "matrix"_a);
   m.def("aligned_empty", aligned_empty, "num_bytes"_a);
 }

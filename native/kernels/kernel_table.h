@@ -11,6 +11,7 @@
 #include "base/record_feed.h"
 #include "kernels/attention_table.h"
 #include "kernels/format.h"
+#include "kernels/quantise_table.h"
 
 namespace headrace {
 
@@ -72,6 +73,7 @@ struct KernelTable {
   int64_t (*peak_int8)(int64_t rounds, int32_t* sink);
 
   AttentionTable attention;
+  QuantiseTable quantise;
 };
 
 const KernelTable& kernel_table(Isa isa);

@@ -197,6 +197,7 @@ inline const KernelTable* make_table() {
       peak_float,
       peak_int8,
       attention_table,
+      quantise_table,
   };
   return &table;
 }

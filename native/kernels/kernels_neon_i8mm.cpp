@@ -9,6 +9,7 @@
 #include "kernels/kernels_float.h"
 #include "kernels/kernels_attention.h"
 #include "kernels/kernels_peak.h"
+#include "kernels/kernels_quantise.h"
 #include "kernels/kernels_linear.h"
 #include "kernels/kernels_linear_i8mm.h"
 // clang-format on

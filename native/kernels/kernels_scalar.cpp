@@ -5,6 +5,7 @@
 #include "kernels/kernels_float.h"
 #include "kernels/kernels_attention.h"
 #include "kernels/kernels_peak.h"
+#include "kernels/kernels_quantise.h"
 #include "kernels/kernels_linear.h"
 // clang-format on
 

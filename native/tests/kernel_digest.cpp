@@ -23,6 +23,7 @@
 #include "kernels/linear.h"
 #include "kernels/memory_feed.h"
 #include "kernels/moe.h"
+#include "kernels/quantise.h"
 #include "kernels/rope.h"
 #include "kernels/router.h"
 #include "kernels/sample.h"
@@ -110,6 +111,34 @@ void add_linear(Cases& cases) {
                        run_linear(pool, digest, {Format::MXFP4, 32}, {20, 70, factor});
                      }
                    }});
+}
+
+void run_search(ThreadPool& pool, Digest& digest, Kind kind, MatrixShape shape) {
+  const auto [rows, cols, factor] = shape;
+  Random random(11);
+  const std::vector<float> weights = scaled(random.floats(int64_t{rows} * cols), factor);
+  std::vector<float> importance = random.floats(cols);
+  for (float& value : importance) value = value < 0.0f ? 0.0f : value;
+  const RowMajor source{reinterpret_cast<const std::byte*>(weights.data()), Format::F32, rows,
+                        cols};
+  std::vector<std::byte> packed(
+      static_cast<size_t>(packed_bytes(kind.format, rows, cols, kind.group)));
+  for (const bool is_weighted : {false, true}) {
+    const float* counts = is_weighted ? importance.data() : nullptr;
+    quantise(pool, source, kind.format, kind.group, counts, "digest", packed.data());
+    digest.add(packed);
+  }
+}
+
+void add_search(Cases& cases) {
+  for (const Kind kind : kKinds) {
+    if (!can_search(kind.format)) continue;
+    cases.push_back({"search " + name_of(kind), [=](ThreadPool& pool, Digest& digest) {
+                       for (const MatrixShape& shape : kMatrixShapes) {
+                         run_search(pool, digest, kind, shape);
+                       }
+                     }});
+  }
 }
 
 void add_quantised(Digest& digest, const std::vector<float>& x, int32_t group) {
@@ -369,6 +398,7 @@ Cases all_cases() {
   add_attention(cases);
   add_mixtures(cases);
   cases.push_back({"sampling", run_sampling});
+  add_search(cases);
   return cases;
 }
 

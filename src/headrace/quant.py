@@ -18,7 +18,7 @@ QUANTISED = ("q8", "q4", "mxfp4")
 FLOATING = {"f32": 4, "f16": 2, "bf16": 2}
 
 # e2m1 values by code; the integer kernels use their doubles with half the scale.
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)
 _E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
 
@@ -116,13 +116,14 @@ def _quantise_mxfp4(groups: Float32) -> tuple[npt.NDArray[np.int8], Bytes]:
     scaled = np.ldexp(np.abs(groups).astype(np.float64), -exponent[:, :, None])
     # Distance to every value; of two equally near ones the even code wins.
     penalty = np.arange(8) % 2 * 1e-12
-    codes = (np.abs(np.minimum(scaled, 6.0)[..., None] - _E2M1) + penalty).argmin(axis=-1)
+    codes = (np.abs(np.minimum(scaled, 6.0)[..., None] - E2M1) + penalty).argmin(axis=-1)
     codes = np.where((groups < 0) & (codes != 0), codes | 8, codes)
     flat = codes.reshape(groups.shape[0], -1).astype(np.int8)
     return flat, (exponent + 127).astype(np.uint8)
 
 
-def _pad(w: npt.NDArray[Any], group: int) -> npt.NDArray[Any]:
+def pad(w: npt.NDArray[Any], group: int) -> npt.NDArray[Any]:
+    """Fill weights up with zeros to whole blocks of outputs and whole groups of inputs."""
     rows, cols = w.shape
     return np.pad(w, ((0, -rows % BLOCK_OUTPUTS), (0, -cols % group)))
 
@@ -130,7 +131,7 @@ def _pad(w: npt.NDArray[Any], group: int) -> npt.NDArray[Any]:
 def pack(w: npt.NDArray[Any], format: str, group: int) -> Bytes:
     """Lay weights [N, K] out as the kernels read them; quantised formats round them first."""
     if format in FLOATING:
-        values = widen(_pad(w, 1))
+        values = widen(pad(w, 1))
         narrow = {
             "f32": lambda v: v,
             "f16": lambda v: v.astype(np.float16),
@@ -138,7 +139,14 @@ def pack(w: npt.NDArray[Any], format: str, group: int) -> Bytes:
         }[format](values)
         blocks = narrow.reshape(-1, BLOCK_OUTPUTS, narrow.shape[1]).transpose(0, 2, 1)
         return np.frombuffer(blocks.tobytes(), np.uint8)
-    codes, scales = quantise(_pad(w, group), format, group)
+    codes, scales = quantise(pad(w, group), format, group)
+    return lay_out(codes, scales, format, group)
+
+
+def lay_out(
+    codes: npt.NDArray[np.int8], scales: npt.NDArray[Any], format: str, group: int
+) -> Bytes:
+    """Put codes [N, K] and scales [N, K/group], both padded, where the kernels read them."""
     shape = (codes.shape[0] // BLOCK_OUTPUTS, BLOCK_OUTPUTS, -1, group // 4, 4)
     # [block, group, vector, output, input of four]
     vectors = codes.reshape(shape).transpose(0, 2, 3, 1, 4)

@@ -319,13 +319,17 @@ class _ManifestReader:
 
         Routers keep the source's floating format whatever the recipe; so may any dense matrix.
         """
+        ruled = {(rule.format, rule.group) for rule in recipe.rules}
         if layout is not None:
             expected = (recipe.experts, recipe.group_of(recipe.experts))
-            if (layout.gate.format, layout.gate.group) != expected:
-                got = (layout.gate.format, layout.gate.group)
-                raise self.error("experts.layout", f"{expected} by the recipe", got)
+            for matrix in layout.matrices:
+                got = (matrix.format, matrix.group)
+                if got != expected and got not in ruled:
+                    raise self.error("experts.layout", f"{expected} by the recipe", got)
         exact = {(format, 1) for format in FLOAT_FORMATS.values()}
-        allowed = exact | {(recipe.dense, recipe.group_of(recipe.dense))}
+        allowed = exact | ruled | {(recipe.dense, recipe.group_of(recipe.dense))}
+        if recipe.head is not None:
+            allowed.add((recipe.head, recipe.group_of(recipe.head)))
         for tensor in dense.values():
             if tensor.kind == "matrix" and (tensor.format, tensor.group) not in allowed:
                 expected = (recipe.dense, recipe.group_of(recipe.dense))
@@ -335,11 +339,11 @@ class _ManifestReader:
     def recipe(self) -> Recipe:
         """Return how the weights were stored."""
         content = self.object(self.manifest, "recipe")
-        if content.keys() != {"experts", "dense", "group"}:
+        if not content.keys() >= {"experts", "dense", "group"}:
             raise self.error("recipe", "experts, dense and group", sorted(content))
         try:
-            return Recipe(**content)
-        except (ConfigError, TypeError) as error:
+            return Recipe.read(content)
+        except ConfigError as error:
             raise self.error("recipe", "a recipe", str(error)) from None
 
     def dense(self) -> tuple[dict[str, DenseTensor], dict[str, int]]:
@@ -421,20 +425,24 @@ class _ManifestReader:
     def layout(self) -> RecordLayout:
         """Return the record layout, which must be the one its dimensions imply."""
         content = self.object(self.object(self.manifest, "experts"), "layout", "experts.")
-        gate = self.object(content, "gate", "experts.layout.")
+        parts = {r: self.object(content, r, "experts.layout.") for r in ("gate", "up", "down")}
+        gate = parts["gate"]
         inner, hidden = gate.get("rows"), gate.get("cols")
-        format, group = gate.get("format"), gate.get("group")
         if (
             not self.is_dimension(inner)
             or not self.is_dimension(hidden)
             or prod((int(gate["rows"]), int(gate["cols"]))) > MAX_ELEMENTS
         ):
             raise self.error("experts.layout.gate", "positive rows and cols", gate)
-        if not is_valid_format(format, group):
-            raise self.error("experts.layout.gate", "a format and its group", (format, group))
-        layout = make_record_layout(
-            int(gate["cols"]), int(gate["rows"]), str(format), gate["group"]
-        )
+        stored = {}
+        for role, part in parts.items():
+            format, group = part.get("format"), part.get("group")
+            if not is_valid_format(format, group):
+                raise self.error(
+                    f"experts.layout.{role}", "a format and its group", (format, group)
+                )
+            stored[role] = (str(format), int(part["group"]))
+        layout = make_record_layout(int(gate["cols"]), int(gate["rows"]), *stored["gate"], stored)
         if content != describe_layout(layout):
             raise self.error("experts.layout", str(describe_layout(layout)), content)
         return layout

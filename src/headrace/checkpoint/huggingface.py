@@ -27,7 +27,6 @@ from headrace.checkpoint.base import (
     require_dimensions,
     to_float32,
 )
-from headrace.checkpoint.hf_fused import split_fused
 from headrace.checkpoint.records import (
     FLOAT_FORMATS,
     ExpertNames,
@@ -78,11 +77,9 @@ class HuggingFaceCheckpoint(Checkpoint):
         for header in headers:
             self.entries.update(header.tensors)
         self.experts: ExpertTensors = {}
-        self._dense: Mapping[str, TensorEntry] = self.entries
+        dense = self.entries
         if expert_names is not None:
-            fused, rest = split_fused(self.entries, expert_names)
-            single, self._dense = group_experts(rest, expert_names)
-            self.experts = _join(fused, single, path)
+            self.experts, dense = group_experts(self.entries, expert_names)
         first_mtp = first_mtp_layer(self.config)
         num_experts = config_num_experts(self.config)
         main = sorted(n for n in self.experts if first_mtp is None or n < first_mtp)
@@ -93,7 +90,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             )
         self.records = make_in_place_table(self.experts, main, num_experts) if main else None
         self.mtp_records = make_in_place_table(self.experts, mtp, num_experts) if mtp else None
-        infos = {name: _describe(entry) for name, entry in self._dense.items()}
+        infos = {name: _describe(entry) for name, entry in dense.items()}
         self.tensors = {n: i for n, i in infos.items() if not is_mtp_name(n, first_mtp)}
         self.mtp_tensors = {n: i for n, i in infos.items() if is_mtp_name(n, first_mtp)}
         self.fingerprint = _fingerprint(path, headers)
@@ -106,7 +103,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             UnsupportedModelError: its dtype is not bf16, f16 or f32.
         """
         self.info(name)
-        entry = self._dense[name]
+        entry = self.entries[name]
         if entry.dtype not in FLOAT_FORMATS:
             raise UnsupportedModelError(
                 f"tensor has dtype {entry.dtype}: {name}, file {entry.path}\n"
@@ -156,16 +153,6 @@ def open_rows(entry: TensorEntry, format: str, resident: bool) -> EmbeddingTable
     read_range(entry.path, entry.offset, data)
     check_finite(data, format, entry.name, entry.path)
     return EmbeddingTable(data.reshape(rows, row_bytes), rows, cols, format)
-
-
-def _join(fused: ExpertTensors, single: ExpertTensors, path: Path) -> ExpertTensors:
-    both = sorted(set(fused) & set(single))
-    if both:
-        raise CheckpointError(
-            f"experts of layer {both[0]} are there twice: {path}\n"
-            "expected them fused in one tensor or one by one, got both"
-        )
-    return {**fused, **single}
 
 
 def _describe(entry: TensorEntry) -> TensorInfo:

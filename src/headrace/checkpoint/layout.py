@@ -26,6 +26,25 @@ _GROUPS = {"q4": (32, 64), "q8": (32,), "mxfp4": (32,), "bf16": (1,), "f16": (1,
 _SAFETENSORS_NAMES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 
 
+SCALES = ("largest", "search")
+_EXPERT_FORMATS = ("q4", "q8", "bf16", "mxfp4")
+_DENSE_FORMATS = ("q8", "q4", "bf16", "mxfp4")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What some tensors are stored as, in place of what the recipe says of their kind."""
+
+    match: str
+    """A class of tensors, or a pattern (as `fnmatch`) of names; `convert/recipe.py` reads it."""
+    format: str
+    group: int
+
+    def __post_init__(self) -> None:
+        _require("rule's format", self.format, _EXPERT_FORMATS)
+        _require(f"group of {self.format}", self.group, _GROUPS[self.format])
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How weights are stored. `group` is the inputs per scale of q4; q8 and mxfp4 have 32."""
@@ -33,22 +52,62 @@ class Recipe:
     experts: str = "q4"
     dense: str = "q8"
     group: int = 64
+    head: str | None = None
+    """Format of the vocabulary's matrix; None: that of the other dense ones."""
+    rules: tuple[Rule, ...] = ()
+    """The first that matches a tensor counts."""
+    scales: str = "largest"
+    """largest: the largest weight of a group gives its scale. search: the least squared error."""
+    importance: str | None = None
+    """Checksum of the importance matrix that weighted the errors; None: all count alike."""
 
     def __post_init__(self) -> None:
-        for field, value, allowed in (
-            ("experts", self.experts, ("q4", "q8", "bf16", "mxfp4")),
-            ("dense", self.dense, ("q8", "q4", "bf16")),
-            ("group", self.group, (32, 64)),
-        ):
-            if value not in allowed:
-                raise ConfigError(
-                    f"unknown value for {field}: {value!r}\n"
-                    f"expected one of {', '.join(map(str, allowed))}"
-                )
+        _require("experts", self.experts, _EXPERT_FORMATS)
+        _require("dense", self.dense, ("q8", "q4", "bf16"))
+        _require("group", self.group, (32, 64))
+        if self.head is not None:
+            _require("head", self.head, ("q8", "q4", "bf16"))
+        _require("scales", self.scales, SCALES)
+        if self.importance is not None and self.scales != "search":
+            raise ConfigError("an importance matrix does nothing unless scales are searched")
 
     def group_of(self, format: str) -> int:
         """Return the inputs per scale that this recipe gives a format."""
         return self.group if format == "q4" else _GROUPS[format][0]
+
+    def describe(self) -> dict[str, Any]:
+        """Return the recipe's entry in the manifest: what has its default is left out, but for the
+        three fields that every manifest has.
+        """
+        default = Recipe()
+        fields = asdict(self)
+        fields["rules"] = list(fields["rules"])
+        always = ("experts", "dense", "group")
+        return {
+            name: value
+            for name, value in fields.items()
+            if name in always or getattr(self, name) != getattr(default, name)
+        }
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> "Recipe":
+        """Read what `describe` made.
+
+        Raises:
+            ConfigError: a field is unknown, missing or out of range.
+        """
+        try:
+            rules = tuple(Rule(**rule) for rule in fields.get("rules", ()))
+            return cls(**{**fields, "rules": rules})
+        except TypeError as error:
+            raise ConfigError(f"no recipe: {error}") from None
+
+
+def _require(field: str, value: Any, allowed: Sequence[Any]) -> None:
+    if value not in allowed or isinstance(value, bool):
+        raise ConfigError(
+            f"unknown value for {field}: {value!r}\nexpected one of {', '.join(map(str, allowed))}"
+        )
 
 
 @dataclass(frozen=True)
@@ -229,7 +288,7 @@ def make_manifest(
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
         "model_type": model_type,
-        "recipe": asdict(recipe),
+        "recipe": recipe.describe(),
         "source": source,
         "dense": {"file": DENSE_NAME, "tensors": dense},
         "experts": experts,

@@ -59,7 +59,13 @@ class RecordLayout:
         return self.gate, self.up, self.down
 
 
-def make_record_layout(hidden_size: int, inner_size: int, format: str, group: int) -> RecordLayout:
+def make_record_layout(
+    hidden_size: int,
+    inner_size: int,
+    format: str,
+    group: int,
+    by_role: Mapping[str, tuple[str, int]] | None = None,
+) -> RecordLayout:
     """Lay out a SwiGLU expert.
 
     Args:
@@ -67,11 +73,14 @@ def make_record_layout(hidden_size: int, inner_size: int, format: str, group: in
         inner_size: F.
         format: packed format of all three matrices.
         group: inputs per scale; 1 for the floating formats.
+        by_role: format and group of "gate", "up" or "down" where another one.
     """
     matrices, offset = [], 0
-    for rows, cols in ((inner_size, hidden_size),) * 2 + ((hidden_size, inner_size),):
-        nbytes = _core.packed_bytes(format, rows, cols, group)
-        matrices.append(MatrixLayout(format, group, rows, cols, offset, nbytes))
+    wide, narrow = (inner_size, hidden_size), (hidden_size, inner_size)
+    for role, (rows, cols) in (("gate", wide), ("up", wide), ("down", narrow)):
+        own, own_group = (by_role or {}).get(role, (format, group))
+        nbytes = _core.packed_bytes(own, rows, cols, own_group)
+        matrices.append(MatrixLayout(own, own_group, rows, cols, offset, nbytes))
         offset = align_up(offset + nbytes, MATRIX_ALIGNMENT)
     gate, up, down = matrices
     return RecordLayout(gate, up, down, align_up(offset, RECORD_ALIGNMENT))

@@ -5,8 +5,9 @@ the search for NaN and infinity, quantising and packing. Works in pieces, so tha
 bounded by CHUNK_BYTES and not by a tensor.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -21,6 +22,9 @@ CHECK_VALUES = 1 << 18
 """Values searched for NaN at a time: the search needs little memory and stays in the cache."""
 BLOCK_ROWS = 16
 """Outputs that a packed block interleaves: pieces of a matrix are cut at multiples of it."""
+
+Packer: TypeAlias = Callable[[Bytes, tuple[int, int], str, str, int, str, Path, int], Bytes]
+"""What `pack_values` does, with its arguments in its order."""
 
 
 def read_range(path: Path, offset: int, out: Bytes) -> None:
@@ -105,6 +109,7 @@ def pack_range(
     group: int,
     out: Bytes,
     name: str,
+    pack: Packer | None = None,
 ) -> None:
     """Read a row-major matrix and pack it, piece by piece.
 
@@ -117,6 +122,7 @@ def pack_range(
         group: inputs per scale; 1 for the floating formats.
         out: uint8, receives the packed bytes; exactly `_core.packed_bytes` long.
         name: the tensor, for messages.
+        pack: in place of `pack_values`.
 
     Raises:
         CheckpointError: the range cannot be read, or holds a NaN or infinity.
@@ -129,7 +135,9 @@ def pack_range(
             buffer = np.empty(count * row_bytes, np.uint8)
         piece = buffer[: count * row_bytes]
         read_range(path, offset + first * row_bytes, piece)
-        packed = pack_values(piece, (count, cols), source, format, group, name, path, first * cols)
+        packed = (pack or pack_values)(
+            piece, (count, cols), source, format, group, name, path, first * cols
+        )
         out[at : at + len(packed)] = packed
         at += len(packed)
     if at != len(out):

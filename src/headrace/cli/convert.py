@@ -3,11 +3,14 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headrace.cli.options import Group, Json, make_recipe, usage
+
+if TYPE_CHECKING:
+    from headrace.checkpoint.layout import Recipe
 
 
 def command(
@@ -26,6 +29,30 @@ def command(
         ),
     ] = None,
     group: Group = None,
+    head: Annotated[
+        str | None,
+        typer.Option(help="format of the head: q8, q4 or bf16", show_default="as --dense"),
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="a whole recipe: small, balanced or faithful")
+    ] = None,
+    recipe_file: Annotated[
+        Path | None, typer.Option("--recipe", help="a recipe, TOML or JSON (docs/quantisation.md)")
+    ] = None,
+    scales: Annotated[
+        str | None,
+        typer.Option(
+            help="search: least squared error; largest: by each group's largest weight",
+            show_default="search",
+        ),
+    ] = None,
+    importance: Annotated[
+        Path | None,
+        typer.Option(help="importance file, of headrace or an imatrix of llama.cpp in GGUF form"),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print the sizes and write nothing")
+    ] = False,
     dense: Annotated[
         str | None,
         typer.Option(
@@ -45,30 +72,92 @@ def command(
             raise typer.BadParameter(
                 f"--group {group} does nothing: q4 in a GGUF file always has 32 inputs per scale"
             )
+        own = {
+            "--head": head, "--preset": preset, "--recipe": recipe_file, "--scales": scales,
+            "--importance": importance, "--dry-run": dry_run or None,
+        }  # fmt: skip
+        for option, value in own.items():
+            if value is not None:
+                raise typer.BadParameter(f"{option} does nothing for a GGUF file")
         _write_gguf(source, dest, experts, dense, as_json)
+        return
+    recipe = _recipe(experts, group, dense, head, preset, recipe_file, scales)
+    if importance is not None and recipe.scales != "search":
+        raise typer.BadParameter("--importance does nothing unless scales are searched")
+    if dry_run:
+        _print_sizes(source, recipe, as_json)
     else:
-        _write_container(source, dest, experts, group, dense, as_json)
+        _write_container(source, dest, recipe, importance, as_json)
 
 
-def _write_container(
-    source: Path,
-    dest: Path,
+def _recipe(
     experts: str | None,
     group: int | None,
     dense: str | None,
-    as_json: bool,
-) -> None:
-    from headrace.cli.report import byte_progress, say
-    from headrace.convert import Progress, convert
+    head: str | None,
+    preset: str | None,
+    recipe_file: Path | None,
+    scales: str | None,
+) -> "Recipe":
+    from dataclasses import replace
+
+    from headrace.convert.recipe import PRESETS, read_recipe
+
+    options = {"--experts": experts, "--group": group, "--dense": dense, "--head": head}
+    given = [name for name, value in options.items() if value is not None]
+    if preset is not None and recipe_file is not None:
+        raise typer.BadParameter("--preset and --recipe are both a whole recipe: give one")
+    if given and (preset is not None or recipe_file is not None):
+        whole = "--preset" if preset is not None else "--recipe"
+        raise typer.BadParameter(f"{given[0]} contradicts {whole}, which is a whole recipe")
+    if preset is not None:
+        if preset not in PRESETS:
+            raise typer.BadParameter(
+                f"unknown preset {preset!r}; expected one of {', '.join(PRESETS)}"
+            )
+        recipe = PRESETS[preset]
+    elif recipe_file is not None:
+        with usage():
+            recipe = read_recipe(recipe_file)
+    else:
+        recipe = make_recipe(experts, group, dense, head)
+    with usage():
+        return replace(recipe, scales=scales or "search")
+
+
+def _print_sizes(source: Path, recipe: "Recipe", as_json: bool) -> None:
+    from headrace.convert.plan import make_plan
     from headrace.metrics import format_bytes
 
-    recipe = make_recipe(experts, group, dense)
+    plan = make_plan(source, recipe)
+    classes, total = plan.class_bytes(), sum(plan.file_bytes().values())
+    if as_json:
+        print(json.dumps({"recipe": recipe.describe(), "classes": classes, "total_bytes": total}))
+        return
+    for name, size in classes.items():
+        print(f"{name:14} {format_bytes(size)}")
+    print(f"{'in all':14} {format_bytes(total)}")
+
+
+def _write_container(
+    source: Path, dest: Path, recipe: "Recipe", importance_file: Path | None, as_json: bool
+) -> None:
+    from headrace.checkpoint import read_config
+    from headrace.cli.report import byte_progress, say
+    from headrace.convert import Progress, convert
+    from headrace.convert.importance import read_importance
+    from headrace.metrics import format_bytes
+
+    importance = None
+    if importance_file is not None:
+        model_type = str(read_config(source).get("model_type"))
+        importance = read_importance(importance_file, model_type)
     with byte_progress(sys.stderr.isatty()) as show:
 
         def tell(progress: Progress) -> None:
             show(progress.file, progress.done_bytes, progress.total_bytes)
 
-        report = convert(source, dest, recipe, tell)
+        report = convert(source, dest, recipe, tell, importance)
     if as_json:
         print(json.dumps({**vars(report), "dest": str(dest)}))
     elif report.already_done:
@@ -77,6 +166,12 @@ def _write_container(
         kept = f", {report.kept_files} kept from an earlier run" if report.kept_files else ""
         size = format_bytes(report.total_bytes)
         say(f"{dest}: {size} in {report.num_files} files{kept}", style="")
+        for kind, loss in report.losses.items():
+            say(
+                f"{kind}: {loss['bits_per_value']:.2f} bits a weight, "
+                f"error {loss['relative_rms_error']:.2%} of the weights (root mean square)",
+                style="",
+            )
 
 
 def _write_gguf(

@@ -138,7 +138,9 @@ Group: TypeAlias = Annotated[
 ]
 
 
-def make_recipe(experts: str | None, group: int | None, dense: str | None) -> "Recipe":
+def make_recipe(
+    experts: str | None, group: int | None, dense: str | None, head: str | None = None
+) -> "Recipe":
     """Make a recipe of the options that were given; None leaves a default as it is.
 
     Raises:
@@ -146,10 +148,10 @@ def make_recipe(experts: str | None, group: int | None, dense: str | None) -> "R
     """
     from headrace.checkpoint.layout import Recipe
 
-    options = {"experts": experts, "group": group, "dense": dense}
+    options = {"experts": experts, "group": group, "dense": dense, "head": head}
     with usage():
         recipe = Recipe(**{n: v for n, v in options.items() if v is not None})  # type: ignore[arg-type]
-    if group is not None and "q4" not in (recipe.experts, recipe.dense):
+    if group is not None and "q4" not in (recipe.experts, recipe.dense, recipe.head):
         raise typer.BadParameter(
             f"--group {group} does nothing: it is q4's, but experts are {recipe.experts} and "
             f"everything else is {recipe.dense}"

@@ -10,6 +10,7 @@ from headrace.checkpoint.base import CONFIG_NAME, GENERATION_CONFIG_NAME
 from headrace.checkpoint.huggingface import tokenizer_files
 from headrace.checkpoint.layout import DenseTensor, Recipe, dense_order, weight_file_bytes
 from headrace.checkpoint.records import FLOAT_FORMATS, RecordLayout, make_record_layout
+from headrace.convert.recipe import EXPERT_ROLES, Assignment, tensor_class
 from headrace.errors import CheckpointError, UnsupportedModelError
 from headrace.models.names import NameTable
 from headrace.models.registry import REGISTRY, check_weights, expert_names, load_spec
@@ -35,10 +36,31 @@ class ConvertPlan:
     layout: RecordLayout | None
     copied: Mapping[str, Path]
     """Files taken over unchanged, by name."""
+    head: str
+    """Name of the matrix that scores the vocabulary."""
+    exact: frozenset[str] = frozenset()
+    """Matrices that keep their format whatever the recipe: routers."""
 
     def file_bytes(self) -> dict[str, int]:
         """Return the length of each weight file, in the order of writing."""
         return weight_file_bytes(self.tensors, self.layers, self.num_experts, self.layout)
+
+    def class_of(self, tensor: DenseTensor) -> str:
+        """Return the class of a dense matrix; `other` for what is stored as it is."""
+        return tensor_class(tensor.name, self.head)
+
+    def class_bytes(self) -> dict[str, int]:
+        """Return the bytes of each class of tensors; `exact` is what no recipe changes."""
+        sizes: dict[str, int] = {}
+        for tensor in self.tensors:
+            is_exact = tensor.kind != "matrix" or tensor.name in self.exact
+            kind = "exact" if is_exact else self.class_of(tensor)
+            sizes[kind] = sizes.get(kind, 0) + tensor.stored_bytes
+        if self.layout is not None:
+            num = len(self.layers) * self.num_experts
+            for role, matrix in zip(EXPERT_ROLES, self.layout.matrices, strict=True):
+                sizes[f"experts.{role}"] = num * matrix.nbytes
+        return sizes
 
     def other_bytes(self) -> int:
         """Return the most that manifest, journal and copied files take."""
@@ -68,12 +90,14 @@ def make_plan(path: Path, recipe: Recipe) -> ConvertPlan:
     check_weights(spec, source)
     Tokenizer.of(source)  # refused now as it would be by whoever runs the container
     names = REGISTRY[spec.model_type].names
+    head = names.name("embed_tokens" if spec.tie_word_embeddings else "lm_head")
+    formats = Assignment(recipe)
     tables = [t for t in (source.records, source.mtp_records) if t is not None]
     layout = None
     if tables:
         down = tables[0].layout.down
-        group = recipe.group_of(recipe.experts)
-        layout = make_record_layout(down.rows, down.cols, recipe.experts, group)
+        stored = {role: formats.of_expert(role) for role in EXPERT_ROLES}
+        layout = make_record_layout(down.rows, down.cols, *stored["gate"], stored)
         if any(t.layout != tables[0].layout for t in tables):
             raise UnsupportedModelError(
                 f"experts of the MTP layers have another shape than the model's: {path}"
@@ -82,20 +106,28 @@ def make_plan(path: Path, recipe: Recipe) -> ConvertPlan:
     for name in (CONFIG_NAME, GENERATION_CONFIG_NAME):
         if (path / name).is_file():
             copied[name] = path / name
+    tensors = tuple(_plan_dense(source, names, spec, formats, head))
+    formats.require_used(path)
     return ConvertPlan(
         source=source,
         model_type=spec.model_type,
         recipe=recipe,
-        tensors=tuple(_plan_dense(source, names, spec, recipe)),
+        tensors=tensors,
         layers=tuple(layer for t in tables for layer in t.layers),
         num_experts=tables[0].num_experts if tables else 0,
         layout=layout,
         copied=copied,
+        head=head,
+        exact=frozenset(t.name for t in tensors if _is_router(t.name, names)),
     )
 
 
 def _plan_dense(
-    source: HuggingFaceCheckpoint, names: NameTable, spec: ModelSpec, recipe: Recipe
+    source: HuggingFaceCheckpoint,
+    names: NameTable,
+    spec: ModelSpec,
+    formats: Assignment,
+    head: str,
 ) -> list[DenseTensor]:
     # A tied checkpoint may carry a copy of the table as its head; the packed table serves as both.
     unused = {names.name("lm_head")} if spec.tie_word_embeddings else set()
@@ -105,7 +137,7 @@ def _plan_dense(
             continue
         if name in source.tensors and any(fnmatchcase(name, p) for p in names.ignored):
             continue
-        tensors.append(_plan_tensor(source, name, info, names, spec, recipe))
+        tensors.append(_plan_tensor(source, name, info, names, spec, formats, head))
     return dense_order(tensors)
 
 
@@ -115,7 +147,8 @@ def _plan_tensor(
     info: TensorInfo,
     names: NameTable,
     spec: ModelSpec,
-    recipe: Recipe,
+    formats: Assignment,
+    head: str,
 ) -> DenseTensor:
     format = FLOAT_FORMATS[source.entry(name).dtype]
     if len(info.shape) == 1 and info.shape[0]:
@@ -125,10 +158,14 @@ def _plan_tensor(
             f"tensor has {len(info.shape)} dimensions: {name}, checkpoint {source.path}\n"
             f"expected a vector or a matrix, got {list(info.shape)}"
         )
-    router = names.layer.get("router")
-    if router is not None and name.endswith("." + router):
+    if _is_router(name, names):
         return DenseTensor(name, "matrix", format, 1, info.shape)  # exact; widened when loaded
     if name == names.name("embed_tokens") and not spec.tie_word_embeddings:
         return DenseTensor(name, "rows", format, 1, info.shape)
-    group = recipe.group_of(recipe.dense)
-    return DenseTensor(name, "matrix", recipe.dense, group, info.shape)
+    stored, group = formats.of_dense(name, tensor_class(name, head))
+    return DenseTensor(name, "matrix", stored, group, info.shape)
+
+
+def _is_router(name: str, names: NameTable) -> bool:
+    router = names.layer.get("router")
+    return router is not None and name.endswith("." + router)

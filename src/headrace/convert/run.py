@@ -7,7 +7,8 @@ rename. Every step can be repeated; `journal.py` says what was done before.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from headrace.checkpoint.safetensors import TensorEntry
 from headrace.checkpoint.values import (
     check_finite,
     pack_range,
-    pack_values,
     read_range,
 )
 from headrace.checkpoint.writer import (
@@ -39,7 +39,10 @@ from headrace.checkpoint.writer import (
     write_error,
     write_expert_file,
 )
+from headrace.convert.importance import Importance
 from headrace.convert.plan import ConvertPlan, make_plan
+from headrace.convert.quantise import Quantiser
+from headrace.convert.recipe import EXPERT_ROLES
 from headrace.errors import ConfigError
 
 AHEAD_BYTES = 64 << 20
@@ -69,6 +72,8 @@ class ConvertReport:
     """Files that an earlier, interrupted run had finished; verified, not written again."""
     already_done: bool
     """The destination was a finished container of the same source and recipe."""
+    losses: Mapping[str, Mapping[str, float | int]] = field(default_factory=dict)
+    """By class of tensors, what quantising cost; of the files that this run wrote."""
 
 
 def convert(
@@ -76,6 +81,7 @@ def convert(
     dest: Path,
     recipe: Recipe,
     progress: Callable[[Progress], None] = lambda _: None,
+    importance: Importance | None = None,
 ) -> ConvertReport:
     """Write a container.
 
@@ -93,6 +99,7 @@ def convert(
             same source and recipe: then nothing is done.
         recipe: how weights are stored.
         progress: called often.
+        importance: what an error of each input counts; its checksum becomes part of the recipe.
 
     Raises:
         ConfigError: the destination exists, belongs to another conversion or lies in the source.
@@ -106,7 +113,10 @@ def convert(
             f"destination lies inside the source: {dest}\n"
             "hint: a source is only read; choose a destination beside it"
         )
+    if importance is not None:
+        recipe = replace(recipe, importance=importance.checksum)
     plan = make_plan(source, recipe)
+    quantiser = Quantiser(recipe)
     binding = _binding(plan)
     total = sum(plan.file_bytes().values())
     if is_published(dest, binding):
@@ -115,17 +125,19 @@ def convert(
         with Journal(dest) as journal:
             journal.require_space(plan.file_bytes(), plan.other_bytes())
             journal.begin(binding, str(source.resolve()))
-            kept = _Conversion(plan, journal, progress).run(binding)
+            kept = _Conversion(plan, journal, quantiser, importance, progress).run(binding)
     except OSError as error:
         raise write_error(dest, error) from error
-    return ConvertReport(dest, total, len(plan.file_bytes()), kept, already_done=False)
+    num_files = len(plan.file_bytes())
+    losses = {kind: loss.as_dict() for kind, loss in sorted(quantiser.losses.items())}
+    return ConvertReport(dest, total, num_files, kept, already_done=False, losses=losses)
 
 
 def _binding(plan: ConvertPlan) -> dict[str, Any]:
     """Return what the manifest says of recipe and source, and what a resume must agree with."""
     return {
         "version": FORMAT_VERSION,
-        "recipe": asdict(plan.recipe),
+        "recipe": plan.recipe.describe(),
         "source": {"kind": plan.source.kind, "fingerprint": plan.source.fingerprint},
     }
 
@@ -134,9 +146,15 @@ class _Conversion:
     """One run, from a begun journal to the renamed directory."""
 
     def __init__(
-        self, plan: ConvertPlan, journal: Journal, progress: Callable[[Progress], None]
+        self,
+        plan: ConvertPlan,
+        journal: Journal,
+        quantiser: Quantiser,
+        importance: Importance | None,
+        progress: Callable[[Progress], None],
     ) -> None:
-        self.plan, self.journal = plan, journal
+        self.plan, self.journal, self.quantiser = plan, journal, quantiser
+        self.importance = importance or Importance()
         self.progress = progress
         self.total = sum(plan.file_bytes().values())
         self.done, self.kept = 0, 0
@@ -203,6 +221,11 @@ class _Conversion:
                 tensor.group,
                 out,
                 tensor.name,
+                partial(
+                    self.quantiser.pack,
+                    kind=self.plan.class_of(tensor),
+                    importance=self.importance.of_dense(tensor.name, cols),
+                ),
             )
             return out
         if tensor.kind == "vector":
@@ -238,19 +261,24 @@ class _Conversion:
     def _pack_records(self, layer: int) -> Iterator[Bytes]:
         """Pack a layer's experts in id order, reading a few ahead of the packing."""
         experts = self.plan.source.experts[layer]
-        for values in _read_ahead(experts[e] for e in range(self.plan.num_experts)):
-            yield self._pack_record(values)
+        ahead = _read_ahead(experts[e] for e in range(self.plan.num_experts))
+        for expert, values in enumerate(ahead):
+            yield self._pack_record(layer, expert, values)
 
-    def _pack_record(self, values: Sequence[tuple[TensorEntry, Bytes]]) -> Bytes:
+    def _pack_record(
+        self, layer: int, expert: int, values: Sequence[tuple[TensorEntry, Bytes]]
+    ) -> Bytes:
         layout = self.plan.layout
         assert layout is not None, "a layer with experts has a record layout"
         record = np.zeros(layout.record_bytes, np.uint8)
-        for matrix, (entry, data) in zip(layout.matrices, values, strict=True):
+        for role, matrix, (entry, data) in zip(EXPERT_ROLES, layout.matrices, values, strict=True):
             source = FLOAT_FORMATS[entry.dtype]
             shape = (matrix.rows, matrix.cols)
-            packed = pack_values(
-                data, shape, source, matrix.format, matrix.group, entry.name, entry.path
-            )
+            packed = self.quantiser.pack(
+                data, shape, source, matrix.format, matrix.group, entry.name, entry.path,
+                kind=f"experts.{role}",
+                importance=self.importance.of_expert(layer, expert, role, matrix.cols),
+            )  # fmt: skip
             record[matrix.offset : matrix.offset + matrix.nbytes] = packed
         return record
 

@@ -104,7 +104,7 @@ def synthesize(
     dest = dest.resolve()
     binding = {
         "version": FORMAT_VERSION,
-        "recipe": asdict(recipe),
+        "recipe": recipe.describe(),
         "source": {"kind": "synthetic", "seed": seed, "skew": skew, "shape": asdict(shape)},
     }
     writer = (_ContainerWriter if format == "container" else _HuggingFaceWriter)(
