@@ -15,7 +15,7 @@ import numpy as np
 
 from headrace.config import POLICIES
 from headrace.experts.policy import BELADY, replay
-from headrace.experts.trace import Trace, TraceFile, TraceHeader, read_trace
+from headrace.experts.trace import Block, Pace, Trace, TraceFile, TraceHeader, read_trace
 
 LAYERS, EXPERTS, ACTIVE, TOKENS = 12, 64, 8, 3000
 HALF_LIFE = 32.0
@@ -64,7 +64,7 @@ def make_trace(visits: list[np.ndarray]) -> Trace:
     )
     with tempfile.TemporaryDirectory() as folder:
         file = TraceFile(Path(folder) / "synthetic.hrt", header)
-        file.add(TOKENS, payload)
+        file.add(Block(TOKENS, Pace(), payload))
         file.close()
         return read_trace(Path(folder) / "synthetic.hrt")
 

@@ -77,10 +77,25 @@ def test_replay_prints_a_row_for_each_memory_and_policy(
     report = json.loads(out)
     assert status == 0
     assert [row["policy"] for row in report["replays"]] == ["lru", "belady"] * 2
+    assert report["pace"]["tokens"] == 2 * 11
     for row in report["replays"]:
-        speed = row["tokens_per_s"]["1000000000"]
-        if speed is not None:
-            assert speed == pytest.approx(1e9 / row["bytes_per_token"])
+        assert row["tokens_per_s"] is None or row["tokens_per_s"] > 0
+        assert set(row["tokens_per_s_by_drive"]) == {"500000000", "1000000000"}
+
+
+def test_the_pace_of_a_run_is_in_its_trace(tiny: Path, tmp_path: Path) -> None:
+    """Time, stalls and misses of the decoding steps, as the receipt counts them."""
+    file = tmp_path / "pace.hrt"
+    experts = ExpertConfig(history="off", policy="lru", trace=file)
+    with LLM(tiny, EngineConfig(memory=4 << 30, experts=experts)) as llm:
+        assert llm.store is not None
+        llm.store.resize(max(3, llm.plan.working_set_records // 2))
+        receipt = llm.generate([5, 6, 7, 8], GREEDY).receipt
+    pace = read_trace(file).pace
+    assert pace.tokens == receipt.decode_tokens
+    assert pace.step_ns == pytest.approx(receipt.decode_s * 1e9, rel=1e-6)
+    assert 0 < pace.misses <= receipt.expert_misses
+    assert 0 < pace.stall_ns <= pace.step_ns
 
 
 def test_replay_draws_a_plot_or_says_what_is_missing(

@@ -17,10 +17,13 @@ from headrace.experts.policy import (
     RESIDENT_POLICY,
     choose_policy,
     policy_bytes,
+    predict_speed,
 )
 from headrace.experts.policy import replay as run_replay
 from headrace.experts.trace import (
     RECENT_TOKENS,
+    Block,
+    Pace,
     RecentRouting,
     Trace,
     TraceFile,
@@ -75,7 +78,7 @@ def write(path: Path, num_blocks: int = 3) -> list:
     visits = []
     for seed in range(num_blocks):
         block = random_visits(5, seed)
-        file.add(5, encode(block))
+        file.add(Block(5, Pace(5, seed, 100, 40, 60), encode(block)))
         visits += block
     file.close()
     return visits
@@ -86,6 +89,7 @@ def test_a_file_comes_back(tmp_path: Path) -> None:
     visits = write(path)
     trace = read_trace(path)
     assert (trace.header, trace.num_tokens) == (HEADER, 15)
+    assert trace.pace == Pace(15, 0 + 1 + 2, 300, 120, 180)
     assert trace.native.num_steps == 15
     assert trace.native.num_visits == len(visits)
     for index, (row, ids) in enumerate(visits):
@@ -150,7 +154,7 @@ def test_a_flipped_byte_is_found(tmp_path: Path) -> None:
 def test_senseless_entries_are_refused(tmp_path: Path, payload: bytes) -> None:
     path = tmp_path / "a.hrt"
     file = TraceFile(path, HEADER)
-    file.add(1, payload)
+    file.add(Block(1, Pace(), payload))
     file.close()
     with pytest.raises(CheckpointError, match="byte"):
         read_trace(path)
@@ -161,7 +165,7 @@ def make_trace(visits: list, records: Records) -> Trace:
     path = Path(records.table.files[0]).with_name("made.hrt")
     path.unlink(missing_ok=True)
     file = TraceFile(path, header)
-    file.add(1, encode(visits))
+    file.add(Block(1, Pace(), encode(visits)))
     file.close()
     return read_trace(path)
 
@@ -204,6 +208,23 @@ def test_the_default_reads_no_more_than_lru(records: Records) -> None:
                 for policy in (DEFAULT_POLICY, "lru")
             }
             assert misses[DEFAULT_POLICY] <= misses["lru"]
+
+
+def test_speed_is_predicted_from_the_recorded_pace() -> None:
+    """Tokens of 30 ms with 2 misses, 10 ms of it stalls; a read took 6 ms, 1 of them hidden."""
+    pace = Pace(
+        tokens=10, misses=20, step_ns=300_000_000, stall_ns=100_000_000, busy_ns=120_000_000
+    )
+    assert predict_speed(pace, 2.0, 6_000_000) == pytest.approx(1000 / 30)
+    assert predict_speed(pace, 0.0, 6_000_000) == pytest.approx(1000 / 20)
+    assert predict_speed(pace, 4.0, 6_000_000) == pytest.approx(1000 / 40)
+    assert predict_speed(pace, 2.0, 6_000_000, 1e9) == pytest.approx(1000 / 30), "the same drive"
+    assert predict_speed(pace, 2.0, 6_000_000, 0.5e9) == pytest.approx(1000 / 42)
+    assert predict_speed(pace, 2.0, 6_000_000, 1e12) == pytest.approx(1000 / 20), "all is hidden"
+    resident = pace._replace(misses=0, stall_ns=0, busy_ns=0)
+    assert predict_speed(resident, 0.0, 6_000_000) == pytest.approx(1000 / 30)
+    assert predict_speed(resident, 1.0, 6_000_000) is None, "nothing is known of reading"
+    assert predict_speed(Pace(), 0.0, 6_000_000) is None
 
 
 def test_a_policy_is_chosen_by_replay(records: Records) -> None:

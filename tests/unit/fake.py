@@ -27,9 +27,13 @@ class FakeStore:
 
     def __init__(self) -> None:
         self.requests = 0
+        self.paced: list[tuple[int, int]] = []
 
     def note_step(self, parts: Any) -> None:
         self.parts = parts
+
+    def note_pace(self, tokens: int, seconds: float, used: StepCounters) -> None:
+        self.paced.append((tokens, used.misses))
 
     def counters(self) -> StepCounters:
         return StepCounters(

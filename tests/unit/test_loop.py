@@ -245,13 +245,15 @@ def test_cancel_frees_pages_and_others_go_on() -> None:
 
 
 def test_usage_counts_what_the_steps_took() -> None:
-    loop = make_loop(experts=FakeStore(), chunk=4)
+    store = FakeStore()
+    loop = make_loop(experts=store, chunk=4)
     sequence = generate(loop, [1, 2, 3, 4, 5, 6], max_tokens=3)
     usage = sequence.usage
     assert (usage.steps, usage.shared_steps) == (4, 0)
     assert usage.expert_requests == usage.expert_misses == 8
     assert usage.prefill_bytes_read == 6 * 4096
     assert usage.decode_bytes_read == 2 * 4096
+    assert store.paced == [(1, 1), (1, 1)], "the pace is that of decoding steps alone"
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from headrace.checkpoint.base import (
     require_dimensions,
     to_float32,
 )
+from headrace.checkpoint.hf_fused import split_fused
 from headrace.checkpoint.records import (
     FLOAT_FORMATS,
     ExpertNames,
@@ -77,9 +78,11 @@ class HuggingFaceCheckpoint(Checkpoint):
         for header in headers:
             self.entries.update(header.tensors)
         self.experts: ExpertTensors = {}
-        dense = self.entries
+        self._dense: Mapping[str, TensorEntry] = self.entries
         if expert_names is not None:
-            self.experts, dense = group_experts(self.entries, expert_names)
+            fused, rest = split_fused(self.entries, expert_names)
+            single, self._dense = group_experts(rest, expert_names)
+            self.experts = _join(fused, single, path)
         first_mtp = first_mtp_layer(self.config)
         num_experts = config_num_experts(self.config)
         main = sorted(n for n in self.experts if first_mtp is None or n < first_mtp)
@@ -90,7 +93,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             )
         self.records = make_in_place_table(self.experts, main, num_experts) if main else None
         self.mtp_records = make_in_place_table(self.experts, mtp, num_experts) if mtp else None
-        infos = {name: _describe(entry) for name, entry in dense.items()}
+        infos = {name: _describe(entry) for name, entry in self._dense.items()}
         self.tensors = {n: i for n, i in infos.items() if not is_mtp_name(n, first_mtp)}
         self.mtp_tensors = {n: i for n, i in infos.items() if is_mtp_name(n, first_mtp)}
         self.fingerprint = _fingerprint(path, headers)
@@ -103,7 +106,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             UnsupportedModelError: its dtype is not bf16, f16 or f32.
         """
         self.info(name)
-        entry = self.entries[name]
+        entry = self._dense[name]
         if entry.dtype not in FLOAT_FORMATS:
             raise UnsupportedModelError(
                 f"tensor has dtype {entry.dtype}: {name}, file {entry.path}\n"
@@ -153,6 +156,16 @@ def open_rows(entry: TensorEntry, format: str, resident: bool) -> EmbeddingTable
     read_range(entry.path, entry.offset, data)
     check_finite(data, format, entry.name, entry.path)
     return EmbeddingTable(data.reshape(rows, row_bytes), rows, cols, format)
+
+
+def _join(fused: ExpertTensors, single: ExpertTensors, path: Path) -> ExpertTensors:
+    both = sorted(set(fused) & set(single))
+    if both:
+        raise CheckpointError(
+            f"experts of layer {both[0]} are there twice: {path}\n"
+            "expected them fused in one tensor or one by one, got both"
+        )
+    return {**fused, **single}
 
 
 def _describe(entry: TensorEntry) -> TensorInfo:

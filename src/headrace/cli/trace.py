@@ -126,7 +126,7 @@ def replay(
     drives: Annotated[
         Any,
         typer.Option(
-            parser=_rates, metavar="RATES", help="bandwidths, such as 0.5GB/s,2GB/s",
+            parser=_rates, metavar="RATES", help="of other drives, such as 0.5GB/s,2GB/s",
             show_default=False,
         ),
     ] = None,
@@ -192,10 +192,12 @@ def _bytes_per_token(trace: "Trace", result: "Replay") -> float:
     return result.decode.misses_per_token * trace.header.read_bytes
 
 
-def _speed(trace: "Trace", result: "Replay", drive: int) -> float | None:
-    """Tokens per second that a drive's bandwidth allows; None if nothing is read."""
-    per_token = _bytes_per_token(trace, result)
-    return drive / per_token if per_token else None
+def _speed(trace: "Trace", result: "Replay", drive: int | None = None) -> float | None:
+    """Tokens per second to expect, on the drive that was recorded or on another."""
+    from headrace.experts.policy import predict_speed
+
+    per_token = result.decode.misses_per_token
+    return predict_speed(trace.pace, per_token, trace.header.read_bytes, drive)
 
 
 def _as_dict(
@@ -213,14 +215,20 @@ def _as_dict(
             "policy": result.policy,
             "hit_rate": result.decode.hit_rate,
             "bytes_per_token": _bytes_per_token(trace, result),
-            "tokens_per_s": {str(drive): _speed(trace, result, drive) for drive in drives},
+            "tokens_per_s": _speed(trace, result),
+            "tokens_per_s_by_drive": {str(d): _speed(trace, result, d) for d in drives},
             "decode": asdict(result.decode),
             "prefill": asdict(result.prefill),
         }
         for (size, count), results in zip(budgets, replays, strict=True)
         for result in results
     ]
-    return {**asdict(trace.header), "tokens": trace.num_tokens, "replays": rows}
+    return {
+        **asdict(trace.header),
+        "tokens": trace.num_tokens,
+        "pace": trace.pace._asdict(),
+        "replays": rows,
+    }
 
 
 def _print(
@@ -239,18 +247,19 @@ def _print(
         f"{format_bytes(header.record_bytes)} each"
     )
     table = Table(box=None, pad_edge=False)
-    for name in ("memory", "slots", "policy", "hit", "read/token", *map(_rate_name, drives)):
+    speeds = ("tok/s", *map(_rate_name, drives))
+    for name in ("memory", "slots", "policy", "hit", "read/token", *speeds):
         table.add_column(name, justify="left" if name == "policy" else "right")
     for (size, count), results in zip(budgets, replays, strict=True):
         for result in results:
-            speeds = [_speed(trace, result, drive) for drive in drives]
+            expected = [_speed(trace, result, drive) for drive in (None, *drives)]
             table.add_row(
                 "-" if size is None else format_bytes(size),
                 str(count),
                 result.policy,
                 f"{100 * result.decode.hit_rate:.1f} %",
                 format_bytes(_bytes_per_token(trace, result)),
-                *("any" if speed is None else f"{speed:.1f} tok/s" for speed in speeds),
+                *("-" if speed is None else f"{speed:.1f}" for speed in expected),
             )
     Console(highlight=False).print(table)
     print("\n".join(draw_chart(replays)))

@@ -284,6 +284,11 @@ class _Meter:
                 usage.decode_s += seconds
             if used is not None:
                 _add_counters(usage, is_prefill, used)
+        if self._experts is not None and used is not None and self._decodes_only():
+            self._experts.note_pace(len(self._is_prefill), seconds, used)
+
+    def _decodes_only(self) -> bool:
+        return not any(is_prefill for _, is_prefill in self._is_prefill)
 
 
 def _add_counters(usage: Usage, is_prefill: bool, used: StepCounters) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from headrace import _core
 from headrace.config import POLICIES
-from headrace.experts.trace import Trace
+from headrace.experts.trace import Pace, Trace
 
 DEFAULT_POLICY = "next-use"
 """No more misses than any other at every budget of every trace tried: docs/experiments.md."""
@@ -81,6 +81,35 @@ def replay(trace: Trace, policy: str, *, num_slots: int, half_life_tokens: float
 
 def _counts(counts: Mapping[str, int]) -> ReplayCounts:
     return ReplayCounts(counts["tokens"], counts["requests"], counts["misses"])
+
+
+def predict_speed(
+    pace: Pace, misses_per_token: float, read_bytes: int, drive: float | None = None
+) -> float | None:
+    """Predict tokens per second of decoding from how fast the recorded run went.
+
+    A token takes the recorded time without stalls, and for each miss the recorded stall per miss.
+    Another drive changes that stall by the difference of its reading time and the recorded one:
+    what computing hid of a read stays hidden.
+
+    Args:
+        pace: of the recorded run.
+        misses_per_token: records read for one token, by a replay.
+        read_bytes: of one record.
+        drive: bytes per second of another drive; None for the recorded one.
+
+    Returns:
+        None where the recorded run cannot say: it decoded nothing, or read nothing though this
+        would.
+    """
+    if not pace.tokens or (misses_per_token and not pace.misses):
+        return None
+    compute_ns = (pace.step_ns - pace.stall_ns) / pace.tokens
+    stall_ns = pace.stall_ns / pace.misses if pace.misses else 0.0
+    if drive is not None and pace.misses:
+        hidden_ns = pace.busy_ns / pace.misses - stall_ns
+        stall_ns = max(0.0, read_bytes / drive * 1e9 - hidden_ns)
+    return 1e9 / (compute_ns + misses_per_token * stall_ns)
 
 
 def choose_policy(trace: Trace, *, num_slots: int, half_life_tokens: float) -> str:

@@ -22,6 +22,7 @@ from headrace.config import ExpertConfig
 from headrace.experts.history import History
 from headrace.experts.policy import DEFAULT_POLICY, RESIDENT_POLICY, choose_policy
 from headrace.experts.trace import (
+    Pace,
     RecentRouting,
     Recorder,
     StepParts,
@@ -240,6 +241,19 @@ class ExpertStore:
         """
         if self._recorder is not None:
             self._recorder.step(parts)
+
+    def note_pace(self, tokens: int, seconds: float, used: StepCounters) -> None:
+        """Note, for traces, how long a step took in which all rows decoded.
+
+        Args:
+            tokens: rows of the step.
+            seconds: wall time.
+            used: what the counters grew by.
+        """
+        if self._recorder is not None:
+            step_ns = int(seconds * 1e9)
+            pace = Pace(tokens, used.misses, step_ns, used.stall_ns, used.drive_busy_ns)
+            self._recorder.pace(pace)
 
     def prefetch(self, layer: int, ids: Int32) -> None:
         """Advise that experts of a layer will be wanted soon.

@@ -4,14 +4,16 @@ Owns the file: header, blocks, checksums. What stands inside a block is written 
 (`native/store/trace.h`). It decides nothing; `policy.py` replays.
 """
 
+import functools
 import json
 import logging
+import operator
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -21,10 +23,10 @@ from headrace.experts.history import write_atomically
 
 _log = logging.getLogger(__name__)
 
-MAGIC = b"hrtrace1"
+MAGIC = b"hrtrace2"
 _HEADER = struct.Struct("<IQ")  # bytes of JSON, their checksum
-_BLOCK = struct.Struct("<IQI")  # bytes after the checksum, their checksum, tokens in them
-_TOKENS_BYTES = 4  # of the number of tokens, the first of a block's bytes
+_BLOCK = struct.Struct("<IQ")  # bytes that follow, their checksum
+_COUNTS = struct.Struct("<IIIQQQ")  # tokens in the block, and the fields of its pace
 _MAX_HEADER_BYTES = 1 << 20
 _MAX_BLOCK_BYTES = 1 << 30
 BLOCK_TOKENS = 256
@@ -35,6 +37,23 @@ RECENT_TOKENS = 1024
 
 StepParts: TypeAlias = Sequence[tuple[int, int, bool]]
 """Of each run of rows in a step: sequence, tokens, whether they are prefilled."""
+
+
+class Pace(NamedTuple):
+    """How fast the steps went in which all rows decoded; sums, so paces can be added."""
+
+    tokens: int = 0
+    misses: int = 0
+    step_ns: int = 0
+    """Wall time of the steps."""
+    stall_ns: int = 0
+    """Part of it that computing waited for records."""
+    busy_ns: int = 0
+    """Part of it with at least one read in flight."""
+
+    def __add__(self, other: "Pace") -> "Pace":  # type: ignore[override]
+        """Return the pace of the steps of both."""
+        return Pace(*map(operator.add, self, other))
 
 
 @dataclass(frozen=True)
@@ -73,6 +92,22 @@ class Trace:
     header: TraceHeader
     native: _core.Trace
     num_tokens: int
+    pace: Pace
+    """Of the recorded run, wherever it was."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a block holds: entries of `num_tokens` tokens, and how fast those that decode went."""
+
+    num_tokens: int
+    pace: Pace
+    payload: bytes
+
+    def encode(self) -> bytes:
+        """Return its bytes in a file."""
+        body = _COUNTS.pack(self.num_tokens, *self.pace) + self.payload
+        return _BLOCK.pack(len(body), _checksum(body)) + body
 
 
 def _checksum(content: bytes) -> int:
@@ -122,22 +157,23 @@ def _parse_header(path: Path, text: bytes) -> TraceHeader:
     return header
 
 
-def _blocks(path: Path, content: bytes, start: int) -> Iterator[tuple[int, int, bytes]]:
-    """Give offset, tokens and payload of each block; CheckpointError at the first bad one."""
+def _blocks(path: Path, content: bytes, start: int) -> Iterator[tuple[int, Block]]:
+    """Give each block and the offset of its entries; CheckpointError at the first bad one."""
     at = start
     while at < len(content):
         if len(content) - at < _BLOCK.size:
             raise _damaged(path, at, "the file ends inside the head of a block")
-        size, checksum, num_tokens = _BLOCK.unpack_from(content, at)
-        begin = at + _BLOCK.size - _TOKENS_BYTES
+        size, checksum = _BLOCK.unpack_from(content, at)
+        begin = at + _BLOCK.size
         body = content[begin : begin + size]
-        if not _TOKENS_BYTES <= size <= _MAX_BLOCK_BYTES or len(body) < size:
+        if not _COUNTS.size <= size <= _MAX_BLOCK_BYTES or len(body) < size:
             raise _damaged(
                 path, at, f"expected a block of {size} bytes, got {len(content) - begin}"
             )
         if _checksum(body) != checksum:
             raise _damaged(path, at, f"the checksum of this block of {size} bytes is wrong")
-        yield begin + _TOKENS_BYTES, num_tokens, body[_TOKENS_BYTES:]
+        num_tokens, *pace = _COUNTS.unpack_from(body)
+        yield begin + _COUNTS.size, Block(num_tokens, Pace(*pace), body[_COUNTS.size :])
         at = begin + size
 
 
@@ -154,19 +190,20 @@ def read_trace(path: Path, *, partial: bool = False) -> Trace:
     content = _content(path)
     header, start = _read_header(path, content)
     native = _core.Trace(len(header.layers), header.num_experts)
-    num_tokens = 0
+    num_tokens, pace = 0, Pace()
     try:
-        for begin, count, payload in _blocks(path, content, start):
+        for begin, block in _blocks(path, content, start):
             try:
-                native.add(payload)
+                native.add(block.payload)
             except CheckpointError as error:
                 raise _damaged(path, begin, str(error)) from None
-            num_tokens += count
+            num_tokens += block.num_tokens
+            pace += block.pace
     except CheckpointError as error:
         if not partial:
             raise
         _log.warning("the rest is left out: %s", str(error).rsplit("\nhint", 1)[0])
-    return Trace(header, native, num_tokens)
+    return Trace(header, native, num_tokens, pace)
 
 
 def _content(path: Path) -> bytes:
@@ -176,13 +213,8 @@ def _content(path: Path) -> bytes:
         raise CheckpointError(f"cannot read trace: {path}: {error.strerror}") from None
 
 
-def _encode_block(num_tokens: int, payload: bytes) -> bytes:
-    body = num_tokens.to_bytes(_TOKENS_BYTES, "little") + payload
-    return _BLOCK.pack(len(body), _checksum(body), num_tokens) + payload
-
-
 class _Sink(Protocol):
-    def add(self, num_tokens: int, payload: bytes) -> None: ...
+    def add(self, block: Block) -> None: ...
     def close(self) -> None: ...
 
 
@@ -223,9 +255,9 @@ class TraceFile:
             _log.warning("the trace ends here: %s: %s", self._path, error.strerror)
             self.close()
 
-    def add(self, num_tokens: int, payload: bytes) -> None:
+    def add(self, block: Block) -> None:
         """Append one block."""
-        self._write(_encode_block(num_tokens, payload))
+        self._write(block.encode())
 
     def close(self) -> None:
         """Close the file; nothing is added any more."""
@@ -246,7 +278,7 @@ class RecentRouting:
         self._path = path
         self._header = header
         self._is_saved = is_saved
-        self._blocks: deque[tuple[int, bytes]] = deque()
+        self._blocks: deque[Block] = deque()
         self._has_news = False
         if path.exists():
             self._read()
@@ -256,36 +288,37 @@ class RecentRouting:
             content = _content(self._path)
             header, start = _read_header(self._path, content)
             if header.is_of_same_model(self._header):
-                self._blocks.extend(
-                    (n, payload) for _, n, payload in _blocks(self._path, content, start)
-                )
+                self._blocks.extend(block for _, block in _blocks(self._path, content, start))
         except CheckpointError as error:
             _log.warning("recent routing ignored: %s", str(error).splitlines()[0])
 
     @property
     def num_tokens(self) -> int:
         """Tokens held."""
-        return sum(num_tokens for num_tokens, _ in self._blocks)
+        return sum(block.num_tokens for block in self._blocks)
 
     def trace(self) -> Trace:
         """Return what is held, to be replayed."""
         native = _core.Trace(len(self._header.layers), self._header.num_experts)
-        for _, payload in self._blocks:
-            native.add(payload)
-        return Trace(self._header, native, self.num_tokens)
+        for block in self._blocks:
+            native.add(block.payload)
+        pace = functools.reduce(operator.add, (block.pace for block in self._blocks), Pace())
+        return Trace(self._header, native, self.num_tokens, pace)
 
-    def add(self, num_tokens: int, payload: bytes) -> None:
+    def add(self, block: Block) -> None:
         """Add a block, and drop the oldest beyond what is kept."""
-        self._blocks.append((num_tokens, payload))
+        self._blocks.append(block)
         self._has_news = True
-        while len(self._blocks) > 1 and self.num_tokens - self._blocks[0][0] >= RECENT_TOKENS:
+        while (
+            len(self._blocks) > 1 and self.num_tokens - self._blocks[0].num_tokens >= RECENT_TOKENS
+        ):
             self._blocks.popleft()
 
     def close(self) -> None:
         """Save, if there is news; a directory that cannot be written is a logged warning."""
         if not (self._is_saved and self._has_news):
             return
-        content = b"".join(_encode_block(n, payload) for n, payload in self._blocks)
+        content = b"".join(block.encode() for block in self._blocks)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._path, self._header.encode() + content)
@@ -301,6 +334,7 @@ class Recorder:
         self._store = store
         self._sinks = sinks
         self._num_tokens = 0
+        self._pace = Pace()
         store.start_trace()
 
     def step(self, parts: StepParts) -> None:
@@ -310,12 +344,16 @@ class Recorder:
         self._store.trace_step(list(parts))
         self._num_tokens += sum(num_tokens for _, num_tokens, _ in parts)
 
+    def pace(self, pace: Pace) -> None:
+        """Note how fast the step noted last went, if it only decoded."""
+        self._pace += pace
+
     def _drain(self) -> None:
         payload = self._store.take_trace()
         if payload:
             for sink in self._sinks:
-                sink.add(self._num_tokens, payload)
-        self._num_tokens = 0
+                sink.add(Block(self._num_tokens, self._pace, payload))
+        self._num_tokens, self._pace = 0, Pace()
 
     def close(self) -> None:
         """Hand over the rest."""
