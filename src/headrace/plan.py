@@ -40,6 +40,9 @@ LARGEST_CHUNK = 512  # a chunk of 512 tokens already touches nearly every expert
 SMALLEST_CHUNK = 16
 # Work buffers of a chunk may take this share of what slots and work have together.
 WORK_SHARE = 0.2
+# Or half of it, as long as that is little beside all records: then slots hold next to nothing,
+# and each halving of the chunk reads the model twice as often for a prompt.
+LITTLE_SHARE = 0.03
 LOGITS_BYTES = 16 << 20  # most scores of one step when a text is scored
 READ_SLACK = 2  # slots beyond one token's experts, so that a read can overlap the product before it
 
@@ -261,7 +264,8 @@ def make_plan(
     Order of wishes: everything but slots is given first. The embedding stays on the drive as long
     as some record has no slot, because a token needs one row of it and many records. The chunk is
     the largest of 512, 256, ... whose work buffers take no more than a fifth of what work and slots
-    have together: smaller chunks read the experts more often, larger ones push them out.
+    have together, or half of it where that is little beside all records: smaller chunks read the
+    experts more often, larger ones push them out.
 
     Args:
         sizes: of the model.
@@ -388,7 +392,8 @@ def _policy_bytes(sizes: ModelSizes) -> int:
 def _is_chunk_right(rest: int, work: int, all_records: int, floor_slots: int) -> bool:
     if rest - work >= all_records:
         return True
-    return work <= WORK_SHARE * rest and rest - work >= floor_slots
+    share = 0.5 if work <= LITTLE_SHARE * all_records else WORK_SHARE
+    return work <= share * rest and rest - work >= floor_slots
 
 
 def _check_floor(

@@ -88,6 +88,14 @@ def test_more_memory_never_means_fewer_slots_until_the_chunk_grows() -> None:
     assert slots[-1] == BIG.num_records
 
 
+def test_where_slots_hold_little_the_chunk_may_take_half() -> None:
+    """Read once per chunk, a model of 3.8 GiB wants a large one more than a few slots of 1536."""
+    for memory in range(850, 1200, 50):
+        made, least = plan(memory * MIB, context=512), plan(memory * MIB, context=512, chunk=16)
+        assert made.chunk >= 128
+        assert least.num_slots // 2 <= made.num_slots < least.num_slots
+
+
 def test_everything_resident_takes_the_embedding_too() -> None:
     made = plan(8192 * MIB)
     assert made.is_resident and made.embedding == "resident" and made.chunk == 512
