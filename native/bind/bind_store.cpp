@@ -376,6 +376,7 @@ void bind_expert_store(nb::module_& m) {
       .def_prop_ro("num_routed_tokens", &ExpertStore::num_routed_tokens)
       .def("resize", &ExpertStore::resize, "num_slots"_a, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("num_slots", &ExpertStore::num_slots)
+      .def_prop_ro("num_free_slots", &ExpertStore::num_free_slots)
       .def("stats", &stats_map)
       .def("close", &ExpertStore::close, nb::call_guard<nb::gil_scoped_release>())
       .def("debug_check", &ExpertStore::debug_check);

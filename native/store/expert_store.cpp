@@ -428,6 +428,11 @@ int32_t ExpertStore::num_slots() const {
   return static_cast<int32_t>(slots_.size() - retired_.size());
 }
 
+int32_t ExpertStore::num_free_slots() const {
+  const std::scoped_lock lock(mutex_);
+  return static_cast<int32_t>(free_.size());
+}
+
 // Reads
 
 void ExpertStore::start_load_locked(int32_t record, int32_t slot, io::Priority priority) {

@@ -192,6 +192,7 @@ class ExpertStore final : public RecordSource, public std::enable_shared_from_th
   // and returns their memory to the system. Returns the number reached: pinned slots stay.
   int32_t resize(int32_t num_slots);
   int32_t num_slots() const;
+  int32_t num_free_slots() const;  // of these, those that hold no record
   Stats stats() const;
   const RecordTable& table() const { return table_; }
 

@@ -39,13 +39,15 @@ from headrace.experts.reading import observe_run, resolve_reading
 from headrace.inspect import open_model
 from headrace.metrics import (
     Receipt,
+    available_memory_bytes,
     huge_pages_bytes,
     locked_bytes,
     peak_memory_bytes,
     resident_bytes,
 )
 from headrace.models.registry import build_model
-from headrace.plan import MemoryPlan, plan_memory
+from headrace.plan import READ_SLACK, MemoryPlan, headroom_bytes, plan_memory
+from headrace.pressure import Moves, PressureWatch
 from headrace.profile import Profile
 from headrace.tokenizer import Message, TextStream, Tokenizer
 
@@ -140,6 +142,7 @@ class LLM:
             ops.set_threads(self.config.threads)
 
     def _load(self) -> None:
+        available = available_memory_bytes()
         history = open_history(self.path, self.checkpoint, self.config)
         self._reading = resolve_reading(self.config.experts, self.checkpoint.records)
         held = resident_bytes()
@@ -164,6 +167,7 @@ class LLM:
             self.profile.attach(model)
         self.plan = plan = self._plan_again(plan, held, history)
         self.store = self._open_store(history)
+        self._watch = self._open_watch(available)
         self._kv = model.make_state(plan.num_pages, self.config.kv)
         self._loop = EngineLoop(
             model,
@@ -225,6 +229,23 @@ class LLM:
         if self.plan.is_resident:
             store.warm_all()  # every record is wanted once: the drive need not wait for the router
         return store
+
+    def _open_watch(self, available: int | None) -> PressureWatch | None:
+        """Watch the memory, unless the caller named a ceiling, which then stays.
+
+        Args:
+            available: before anything was loaded.
+        """
+        if self.config.memory != "auto" or self.store is None or available is None:
+            return None
+        watch = PressureWatch(
+            self.store,
+            slot_bytes=self.plan.record_bytes,
+            least_slots=self.spec.num_experts_per_tok + READ_SLACK,
+            headroom_bytes=headroom_bytes(available),
+        )
+        watch.start()
+        return watch
 
     def _end_ids(self) -> frozenset[int]:
         own: Any = self.generation_config.get("eos_token_id")
@@ -353,8 +374,12 @@ class LLM:
                 if self._closed:
                     raise RequestError("the model was closed while it answered")
                 self._end_abandoned()
+                usage, tokens = sequence.usage, sequence.num_generated
+                before_s = usage.decode_s
                 with self._profiled(sequence):
                     self._loop.step()
+                if self._watch is not None and usage.decode_s > before_s:
+                    self._watch.note(sequence.num_generated - tokens, usage.decode_s - before_s)
 
     def _profiled(self, sequence: TokenSequence) -> AbstractContextManager[None]:
         if self.profile is None:
@@ -398,6 +423,7 @@ class LLM:
         decode_tokens = max(0, sequence.num_generated - 1)
         bytes_read = usage.prefill_bytes_read + usage.decode_bytes_read
         busy_s = usage.drive_busy_ns / 1e9
+        moves = Moves() if self._watch is None else self._watch.moves
         computed = sequence.num_prompt - usage.cached_tokens
         return Receipt(
             prompt_tokens=sequence.num_prompt,
@@ -430,12 +456,15 @@ class LLM:
             readers=self.plan.readers,
             block_bytes=self.plan.block_bytes,
             readers_from=self.plan.readers_from,
-            num_slots=self.plan.num_slots,
+            num_slots=self.store.num_slots if self.store else 0,
             record_bytes=self.plan.record_bytes,
             seed=sequence.seed,
             isa=ops.isa(),
             threads=ops.num_threads(),
             lossy={"kv": self.plan.kv} if self.plan.kv == "q8" else None,
+            slots_given_back=moves.slots_given_back,
+            slots_taken_again=moves.slots_taken_again,
+            give_backs=moves.give_backs,
         )
 
     def _huge_pages_bytes(self) -> int:
@@ -450,6 +479,8 @@ class LLM:
         with self._lock:
             if not self._closed:
                 self._closed = True
+                if self._watch is not None:
+                    self._watch.stop()
                 if self.store is not None:
                     self.store.close()
                     self._judge_the_drive(self.store.stats())

@@ -89,6 +89,23 @@ def pressure(resource: str, root: Path = ROOT) -> Pressure | None:
     return Pressure(shares["some"], shares.get("full", 0.0)) if "some" in shares else None
 
 
+def stalled_us(path: Path) -> int | None:
+    """Return the microseconds in which some task waited, from a pressure file of the kernel."""
+    for line in (read_text(path) or "").splitlines():
+        kind, *values = line.split()
+        total = next((v.removeprefix("total=") for v in values if v.startswith("total=")), "")
+        if kind == "some" and total.isascii() and total.isdecimal() and len(total) < 20:
+            return int(total)
+    return None
+
+
+def major_faults(root: Path = ROOT) -> int | None:
+    """Return the page faults of this process that had to read from a drive or from swap."""
+    # After the command's name, which may hold anything: state is the first field, these the tenth.
+    fields = (read_text(root / "proc/self/stat") or "").rpartition(")")[2].split()
+    return int(fields[9]) if len(fields) > 9 and fields[9].isdecimal() else None
+
+
 def drive_bytes_read(root: Path = ROOT) -> int | None:
     """Return the bytes that this process has caused to be fetched from block devices.
 

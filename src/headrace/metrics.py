@@ -56,6 +56,9 @@ class Receipt:
     isa: str
     threads: int
     lossy: dict[str, Any] | None = None  # null: nothing lossy was on
+    slots_given_back: int = 0  # since the start, because memory was short
+    slots_taken_again: int = 0
+    give_backs: int = 0  # times
 
     def as_dict(self) -> dict[str, Any]:
         """Return the receipt as plain values for JSON."""
@@ -83,6 +86,11 @@ class Receipt:
         lines.append(
             f"memory peak {format_bytes(self.peak_memory_bytes)} "
             f"of {format_bytes(self.memory_ceiling_bytes)} granted"
+            + (
+                f" · {self.slots_given_back} slots given back, {self.slots_taken_again} taken again"
+                if self.slots_given_back
+                else ""
+            )
             + (f" · lossy: {self.lossy}" if self.lossy else "")
         )
         return lines
@@ -161,6 +169,24 @@ def available_memory_bytes(root: Path = Path("/")) -> int | None:
         if line.startswith("MemAvailable:") and kib is not None:
             rests.append(kib * 1024)
     return max(0, min(rests)) if rests else None
+
+
+def memory_groups(root: Path = Path("/")) -> list[Path]:
+    """Return the folders of this process's own cgroups (v2) that exist."""
+    found = []
+    for line in (_read_text(root / "proc/self/cgroup") or "").splitlines():
+        if line.startswith("0::"):
+            parts = [part for part in line[3:].split("/") if part and part != ".."]
+            mounts = (root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified")
+            found += [mount.joinpath(*parts) for mount in mounts]
+    return [group for group in found if _is_folder(group)]
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
 
 
 def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:

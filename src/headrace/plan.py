@@ -245,8 +245,12 @@ def auto_ceiling(held_bytes: int = 0, root: Path = Path("/")) -> int:
     available = available_memory_bytes(root)
     if available is None:
         raise ConfigError("cannot tell how much memory is available\nhint: give `--memory`")
-    headroom = max(HEADROOM_BYTES, int(HEADROOM_SHARE * available))
-    return max(1, available + held_bytes - headroom)
+    return max(1, available + held_bytes - headroom_bytes(available))
+
+
+def headroom_bytes(available: int) -> int:
+    """What `auto` leaves to everybody else of what is available."""
+    return max(HEADROOM_BYTES, int(HEADROOM_SHARE * available))
 
 
 def make_plan(

@@ -2,14 +2,16 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace import _core
 from headrace.config import ExpertConfig, SamplingParams
 from headrace.llm import LLM
-from headrace.metrics import huge_pages_bytes, locked_bytes
+from headrace.metrics import huge_pages_bytes, locked_bytes, resident_bytes
 
 OFF = ExpertConfig(history="off")
 MIB = 1 << 20
@@ -80,3 +82,42 @@ def test_a_refused_lock_names_the_limit_and_what_to_do(tiny: Path) -> None:
     assert "refused to lock" in done.stdout
     assert "RLIMIT_MEMLOCK allows this process 65536 bytes" in done.stdout
     assert "`ulimit -l unlimited`" in done.stdout
+
+
+def test_slots_given_back_are_no_longer_resident() -> None:
+    """What the system counts falls by the slots given back; what is answered stays the same."""
+    params = SamplingParams(max_tokens=24, temperature=0.0)
+    with LLM("demo", memory="2GiB", experts=OFF) as llm:
+        assert llm.store is not None and llm.plan.is_resident
+        while llm.store.num_free_slots:  # they are warmed in the background
+            time.sleep(0.01)
+        before = llm.generate("Once upon a time", params)
+        held = resident_bytes()
+        given = llm.plan.num_slots - llm.store.resize(12)
+        fell = (held or 0) - (resident_bytes() or 0)
+        size = llm.plan.record_bytes
+        assert 0.9 * given * size <= fell <= 1.1 * given * size, "page tables and such are small"
+        after = llm.generate("Once upon a time", params)
+        assert after.ids == before.ids
+        assert after.receipt.num_slots == 12
+        assert llm.store.resize(llm.plan.num_slots) == llm.plan.num_slots
+        assert llm.generate("Once upon a time", params).ids == before.ids
+
+
+def test_only_a_ceiling_that_was_not_named_moves(tiny: Path, monkeypatch: Any) -> None:
+    """A machine that has nothing left: `auto` gives back what it can, `--memory` stays."""
+    monkeypatch.setattr("headrace.pressure.available_memory_bytes", lambda root: 0)
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    with LLM(tiny, memory="1GiB", experts=OFF) as llm:
+        named = llm.generate("ok", params)
+        assert llm._watch is None
+        assert named.receipt.num_slots == llm.plan.num_slots
+        assert named.receipt.slots_given_back == 0
+    with LLM(tiny, experts=OFF) as llm:
+        assert llm._watch is not None
+        llm._watch.look()
+        given = llm.generate("ok", params)
+    assert given.ids == named.ids
+    assert given.receipt.give_backs == 1
+    assert given.receipt.slots_given_back == llm.plan.num_slots - given.receipt.num_slots > 0
+    assert "slots given back" in given.receipt.lines()[-1]

@@ -212,6 +212,11 @@ class ExpertStore:
         return self._native.num_slots
 
     @property
+    def num_free_slots(self) -> int:
+        """Slots that hold no record now."""
+        return self._native.num_free_slots
+
+    @property
     def record_bytes(self) -> int:
         """Bytes of one slot."""
         return self.table.layout.record_bytes
