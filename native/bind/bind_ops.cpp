@@ -427,9 +427,8 @@ void check_experts(const char* op, const Rows& rows, const ExpertLayout& layout)
   }
 }
 
-NumpyArray<float> moe_op(const AnyArray& x, const AnyArray& ids, const AnyArray& weights,
-                         RecordFeed& feed) {
-  const Rows rows = rows_of(x, "moe_ffn", "x");
+RoutedTokens routed_tokens(const Rows& rows, const AnyArray& ids, const AnyArray& weights,
+                           RecordFeed& feed) {
   RoutedTokens tokens{};
   tokens.ids = checked<int32_t>(ids, "moe_ffn", "ids", {rows.count, kAnySize});
   tokens.num_chosen = narrow(static_cast<int64_t>(ids.shape(1)), "moe_ffn", "experts per token");
@@ -438,12 +437,34 @@ NumpyArray<float> moe_op(const AnyArray& x, const AnyArray& ids, const AnyArray&
   tokens.num_tokens = narrow(rows.count, "moe_ffn", "tokens");
   tokens.hidden = narrow(rows.width, "moe_ffn", "width");
   check_experts("moe_ffn", rows, feed.layout());
+  return tokens;
+}
+
+NumpyArray<float> moe_op(const AnyArray& x, const AnyArray& ids, const AnyArray& weights,
+                         RecordFeed& feed) {
+  const Rows rows = rows_of(x, "moe_ffn", "x");
+  const RoutedTokens tokens = routed_tokens(rows, ids, weights, feed);
   Result<float> out({rows.count, rows.width});
   {
     nb::gil_scoped_release release;
     moe_ffn(*shared_pool(), tokens, feed, out.data);
   }
   return out.array();
+}
+
+// The result, and what each expert's down was given.
+nb::tuple moe_activations_op(const AnyArray& x, const AnyArray& ids, const AnyArray& weights,
+                             RecordFeed& feed) {
+  const Rows rows = rows_of(x, "moe_ffn", "x");
+  RoutedTokens tokens = routed_tokens(rows, ids, weights, feed);
+  Result<float> out({rows.count, rows.width});
+  Result<float> activations({rows.count, tokens.num_chosen, feed.layout().down.cols});
+  tokens.activations = activations.data;
+  {
+    nb::gil_scoped_release release;
+    moe_ffn(*shared_pool(), tokens, feed, out.data);
+  }
+  return nb::make_tuple(out.array(), activations.array());
 }
 
 Router router_of(const Rows& rows, const PackedMatrix& weight, int64_t top_k, bool renormalize,
@@ -696,6 +717,7 @@ void bind_ops(nb::module_& m) {
   m.def("linear_add", linear_add_op, "x"_a, "w"_a, "y"_a);
   m.def("swiglu_ffn", swiglu_op, "x"_a, "gate"_a, "up"_a, "down"_a);
   m.def("moe_ffn", moe_op, "x"_a, "ids"_a, "weights"_a, "lease"_a);
+  m.def("moe_activations", moe_activations_op, "x"_a, "ids"_a, "weights"_a, "lease"_a);
   m.def("routed_ffn", routed_op, "x"_a, "router"_a, "source"_a, "layer"_a, nb::kw_only(), "top_k"_a,
         "renormalize"_a);
   m.def("router_topk", router_op, "x"_a, "weight"_a, nb::kw_only(), "top_k"_a, "renormalize"_a);

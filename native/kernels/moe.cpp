@@ -393,7 +393,8 @@ class Mixture {
         buffers_(pool, tokens.x, tokens.num_tokens, routing_.most_batch_rows(),
                  network(0, nullptr, 0), results_.get(), "moe_ffn"),
         flows_(pool, static_cast<int64_t>(feed.expert_ids().size())),
-        sum_(tokens, results_.get(), out) {}
+        sum_(tokens, results_.get(), out),
+        activations_(tokens.activations) {}
 
   void run() {
     const int64_t num_experts = static_cast<int64_t>(feed_.expert_ids().size());
@@ -436,8 +437,20 @@ class Mixture {
         if (is_end) sum_.run();
       });
       if (buffers_.is_bad.load()) throw_not_finite("moe_ffn", "the activation of an expert");
+      if (activations_ != nullptr) copy_activations(ready.first(count));
       for (int32_t expert : ready.first(count)) feed_.done(expert);
       ready = ready.subspan(count);
+    }
+  }
+
+  // Of the batch just computed: what down was given.
+  void copy_activations(std::span<const int32_t> experts) const {
+    const int64_t inner = feed_.layout().down.cols;
+    const float* row = buffers_.gate.get();
+    for (const int32_t expert : experts) {
+      for (int32_t i = 0; i < routing_.rows_of(expert); ++i, row += inner) {
+        std::copy_n(row, inner, activations_ + routing_.places_of(expert)[i] * inner);
+      }
     }
   }
 
@@ -447,6 +460,7 @@ class Mixture {
   Buffers buffers_;
   Flows flows_;
   MixtureSum sum_;
+  float* activations_;
 };
 
 }  // namespace

@@ -20,6 +20,7 @@ struct RoutedTokens {
   const int32_t* ids;                      // [T, A]
   const float* weights;                    // [T, A]
   int32_t num_tokens, hidden, num_chosen;  // T, D, A
+  float* activations = nullptr;            // [T, A, F] takes the inputs of down, if somebody asks
 };
 
 // out[t] = chain over the experts of t in ascending id: out = fma(weight, y, out), out starts at 0.

@@ -184,6 +184,38 @@ def pack_values(
     return packed
 
 
+def quantise_values(
+    values: Bytes,
+    shape: tuple[int, int],
+    source: str,
+    format: str,
+    group: int,
+    importance: Float32 | None,
+    name: str,
+    path: Path,
+    first: int = 0,
+) -> tuple[Bytes, float, float]:
+    """Pack row-major values with searched scales; see `quant_search.py`.
+
+    Args:
+        values, shape, source, format, group, name, path, first: as in `pack_values`.
+        importance: [K], what a squared error of each input counts; None: all alike.
+
+    Returns:
+        The packed bytes, the sum of squared errors, and that of squared weights.
+
+    Raises:
+        CheckpointError: as `pack_values`.
+    """
+    try:
+        return _core.quantise(
+            values.view(NUMPY_TYPES[source]).reshape(shape), format, group, importance, name
+        )
+    except CheckpointError:
+        check_finite(values, source, name, path, first)  # knows the file and the whole index
+        raise
+
+
 def unpack_values(data: Bytes, format: str, shape: tuple[int, int], group: int) -> Float32:
     """Give the real numbers that packed bytes stand for.
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,8 @@ from headrace.cli.options import Group, Json, make_recipe, usage
 
 if TYPE_CHECKING:
     from headrace.checkpoint.layout import Recipe
+    from headrace.config import EngineConfig
+    from headrace.convert.importance import Importance
 
 
 def command(
@@ -50,6 +53,18 @@ def command(
         Path | None,
         typer.Option(help="importance file, of headrace or an imatrix of llama.cpp in GGUF form"),
     ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(help="weigh errors by what the model's matrices are given on this text"),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="compare the answers of DEST and SOURCE on this text when it is done"),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="ceiling of the runs for --calibrate and --report", show_default="auto"),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print the sizes and write nothing")
     ] = False,
@@ -75,6 +90,7 @@ def command(
         own = {
             "--head": head, "--preset": preset, "--recipe": recipe_file, "--scales": scales,
             "--importance": importance, "--dry-run": dry_run or None,
+            "--calibrate": calibrate, "--report": report, "--memory": memory,
         }  # fmt: skip
         for option, value in own.items():
             if value is not None:
@@ -82,12 +98,37 @@ def command(
         _write_gguf(source, dest, experts, dense, as_json)
         return
     recipe = _recipe(experts, group, dense, head, preset, recipe_file, scales)
-    if importance is not None and recipe.scales != "search":
-        raise typer.BadParameter("--importance does nothing unless scales are searched")
+    texts = _Texts(importance, calibrate, report, memory)
+    texts.check(recipe, dry_run)
     if dry_run:
         _print_sizes(source, recipe, as_json)
     else:
-        _write_container(source, dest, recipe, importance, as_json)
+        _write_container(source, dest, recipe, texts, as_json)
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """What weighs the errors and what is compared, as the options say."""
+
+    importance: Path | None
+    calibrate: Path | None
+    report: Path | None
+    memory: str | None
+
+    def check(self, recipe: "Recipe", dry_run: bool) -> None:
+        """Refuse options that contradict one another or would do nothing."""
+        if self.importance is not None and self.calibrate is not None:
+            raise typer.BadParameter("--importance and --calibrate both weigh errors: give one")
+        runs = {"--calibrate": self.calibrate, "--report": self.report}
+        weighs = {"--importance": self.importance, "--calibrate": self.calibrate}
+        for option, value in weighs.items():
+            if value is not None and recipe.scales != "search":
+                raise typer.BadParameter(f"{option} does nothing unless scales are searched")
+        if self.memory is not None and not any(runs.values()):
+            raise typer.BadParameter("--memory does nothing without --calibrate or --report")
+        for option, value in {**weighs, **runs}.items():
+            if value is not None and dry_run:
+                raise typer.BadParameter(f"{option} does nothing with --dry-run")
 
 
 def _recipe(
@@ -140,27 +181,34 @@ def _print_sizes(source: Path, recipe: "Recipe", as_json: bool) -> None:
 
 
 def _write_container(
-    source: Path, dest: Path, recipe: "Recipe", importance_file: Path | None, as_json: bool
+    source: Path, dest: Path, recipe: "Recipe", texts: _Texts, as_json: bool
 ) -> None:
-    from headrace.checkpoint import read_config
     from headrace.cli.report import byte_progress, say
+    from headrace.config import EngineConfig, parse_memory
     from headrace.convert import Progress, convert
-    from headrace.convert.importance import read_importance
     from headrace.metrics import format_bytes
+    from headrace.study import compare, read_text
 
-    importance = None
-    if importance_file is not None:
-        model_type = str(read_config(source).get("model_type"))
-        importance = read_importance(importance_file, model_type)
+    with usage():
+        config = EngineConfig(memory=parse_memory(texts.memory or "auto"))
+        if texts.report is not None:
+            read_text(texts.report)  # a wrong path is said now, not after hours
+    importance = _importance(source, dest, texts, config)
     with byte_progress(sys.stderr.isatty()) as show:
 
         def tell(progress: Progress) -> None:
             show(progress.file, progress.done_bytes, progress.total_bytes)
 
         report = convert(source, dest, recipe, tell, importance)
+    comparison = None
+    if texts.report is not None:
+        with byte_progress(sys.stderr.isatty(), unit="tokens") as show:
+            comparison = compare(source, dest, texts.report, config, show)
     if as_json:
-        print(json.dumps({**vars(report), "dest": str(dest)}))
-    elif report.already_done:
+        compared = None if comparison is None else comparison.as_dict()
+        print(json.dumps({**vars(report), "dest": str(dest), "comparison": compared}))
+        return
+    if report.already_done:
         say(f"{dest} is complete already: nothing was done", style="")
     else:
         kept = f", {report.kept_files} kept from an earlier run" if report.kept_files else ""
@@ -172,6 +220,32 @@ def _write_container(
                 f"error {loss['relative_rms_error']:.2%} of the weights (root mean square)",
                 style="",
             )
+    if comparison is not None:
+        high = ", ".join(f"{p} % {v:.4f}" for p, v in comparison.kl_percentiles.items())
+        say(
+            f"against the source on {comparison.num_tokens} tokens: divergence "
+            f"{comparison.kl_mean:.5f} nats a token ({high}, most {comparison.kl_max:.3f}); the "
+            f"same likeliest token after {comparison.top_1_agreement:.2%}; loss "
+            f"{comparison.converted_nats:.4f} nats, source {comparison.source_nats:.4f}",
+            style="",
+        )
+
+
+def _importance(
+    source: Path, dest: Path, texts: _Texts, config: "EngineConfig"
+) -> "Importance | None":
+    from headrace.checkpoint import read_config
+    from headrace.cli.report import byte_progress
+    from headrace.convert.importance import read_importance
+    from headrace.study import calibrate
+
+    if texts.importance is not None:
+        return read_importance(texts.importance, str(read_config(source).get("model_type")))
+    if texts.calibrate is None:
+        return None
+    cache = dest.with_name(dest.name + ".importance")
+    with byte_progress(sys.stderr.isatty(), unit="tokens") as show:
+        return calibrate(source, texts.calibrate, cache, config, show)
 
 
 def _write_gguf(

@@ -33,11 +33,15 @@ def say_receipt(receipt: Receipt) -> None:
 
 
 @contextlib.contextmanager
-def byte_progress(is_shown: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for long work on files; gives a function of file, bytes done and bytes in all."""
+def byte_progress(is_shown: bool, unit: str = "bytes") -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for long work on files; gives a function of file, bytes done and bytes in all.
+
+    With another unit, what is counted is that.
+    """
     from rich.progress import (
         BarColumn,
         DownloadColumn,
+        MofNCompleteColumn,
         Progress,
         TextColumn,
         TimeRemainingColumn,
@@ -47,8 +51,11 @@ def byte_progress(is_shown: bool) -> Iterator[Callable[[str, int, int], None]]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        *(
+            (DownloadColumn(binary_units=True), TransferSpeedColumn())
+            if unit == "bytes"
+            else (MofNCompleteColumn(), TextColumn(unit))
+        ),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=stderr(), disable=not is_shown) as bar:

@@ -192,9 +192,9 @@ def read_importance(path: Path, model_type: str) -> Importance:
     if magic == GGUF_MAGIC:
         return _read_imatrix(path, model_type)
     try:
-        with np.load(path, allow_pickle=False) as content:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
             return _from_arrays({name: content[name] for name in content.files}, path)
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise CheckpointError(
             f"malformed importance file: {path}\nexpected one of `convert --calibrate`, or an "
             f"imatrix of llama.cpp in GGUF form\n{error}"

@@ -13,12 +13,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from headrace import _core
 from headrace.arrays import Bytes, Float32
-from headrace.checkpoint.base import NUMPY_TYPES
 from headrace.checkpoint.layout import Recipe
-from headrace.checkpoint.values import check_finite, pack_values
-from headrace.errors import CheckpointError
+from headrace.checkpoint.values import pack_values, quantise_values
 
 SEARCHED = ("q4", "q8", "mxfp4")
 """Formats whose scales are searched."""
@@ -77,14 +74,9 @@ class Quantiser:
         """
         if self.recipe.scales != "search" or format not in SEARCHED:
             return pack_values(values, shape, source, format, group, name, path, first)
-        weights = values.view(NUMPY_TYPES[source]).reshape(shape)
-        try:
-            packed, squared_error, squares = _core.quantise(
-                weights, format, group, importance, name
-            )
-        except CheckpointError:
-            check_finite(values, source, name, path, first)  # knows the file and the whole index
-            raise
+        packed, squared_error, squares = quantise_values(
+            values, shape, source, format, group, importance, name, path, first
+        )
         loss = self.losses.setdefault(kind, Loss())
         loss.squared_error += squared_error
         loss.squares += squares

@@ -15,7 +15,7 @@ from headrace.ops.attention import (
 )
 from headrace.ops.elementwise import add, clamp
 from headrace.ops.embedding import embedding
-from headrace.ops.ffn import moe_ffn, routed_ffn, swiglu_ffn
+from headrace.ops.ffn import moe_activations, moe_ffn, routed_ffn, swiglu_ffn
 from headrace.ops.linear import linear, linear_add, linears, norm_linears
 from headrace.ops.machine import (
     available_isas,
@@ -51,6 +51,7 @@ __all__ = [
     "linears",
     "lock_memory",
     "log_softmax",
+    "moe_activations",
     "moe_ffn",
     "norm_linears",
     "num_threads",

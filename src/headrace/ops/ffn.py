@@ -50,6 +50,25 @@ def moe_ffn(x: Float32, ids: Int32, weights: Float32, lease: _core.RecordFeed) -
     return _core.moe_ffn(x, ids, weights, lease)
 
 
+def moe_activations(
+    x: Float32, ids: Int32, weights: Float32, lease: _core.RecordFeed
+) -> tuple[Float32, Float32]:
+    """Compute `moe_ffn`, and keep what each chosen expert's down matrix was given.
+
+    For who studies a model; no model calls it.
+
+    Args:
+        x, ids, weights, lease: as in `moe_ffn`.
+
+    Returns:
+        [T, D] float32, the same bits as `moe_ffn`, and [T, A, F] float32.
+
+    Raises:
+        What `moe_ffn` raises.
+    """
+    return _core.moe_activations(x, ids, weights, lease)
+
+
 def routed_ffn(
     x: Float32,
     router: _core.Matrix,
