@@ -10,14 +10,14 @@
 
 namespace headrace {
 
-enum class Format : uint8_t { F32, F16, BF16, Q8, Q4, MXFP4 };
+enum class Format : uint8_t { F32, F16, BF16, Q8, Q4, MXFP4, Q8F, Q8A, Q4F, Q4A, F8 };
 
 // One packed matrix inside a record.
 struct ExpertMatrix {
   Format format;
   int32_t rows;    // outputs
   int32_t cols;    // inputs
-  int32_t group;   // inputs per scale; 1 for the floating formats
+  int32_t group;   // inputs per scale; 1 where there are none
   int64_t offset;  // from the record's start, a multiple of 64
 };
 

@@ -145,6 +145,46 @@ nb::tuple quantise_weights(const AnyArray& w, const std::string& format_name, in
   return nb::make_tuple(packed, loss.squared_error, loss.squares);
 }
 
+// Codes of one byte, signed or not: the format says how they are read.
+const uint8_t* codes_of(const AnyArray& codes, const char* op) {
+  if (codes.dtype() != nb::dtype<int8_t>() && codes.dtype() != nb::dtype<uint8_t>()) {
+    throw_array(op, "codes", "dtype int8 or uint8", "another dtype");
+  }
+  if (codes.ndim() != 2 || codes.shape(0) < 1 || codes.shape(1) < 1) {
+    throw_array(op, "codes", "shape [at least 1, at least 1]", shape_text(codes));
+  }
+  if (!is_contiguous(codes)) throw_array(op, "codes", "C order without gaps", "other strides");
+  return static_cast<const uint8_t*>(codes.data());
+}
+
+NumpyArray<uint8_t> pack_code_arrays(const AnyArray& codes, const AnyArray& scales,
+                                     const std::optional<AnyArray>& minimums,
+                                     const std::string& format_name, int64_t group,
+                                     const std::string& name) {
+  RowMajorCodes source{};
+  source.codes = codes_of(codes, "pack_codes");
+  source.rows = narrow(static_cast<int64_t>(codes.shape(0)), "pack_codes", "rows");
+  source.cols = narrow(static_cast<int64_t>(codes.shape(1)), "pack_codes", "cols");
+  const Format format = parse_format(format_name);
+  const int32_t g = checked_group(format, narrow(group, "pack_codes", "group"));
+  const int64_t groups = num_groups(source.cols, g);
+  source.scales = checked<float>(scales, "pack_codes", "scales", {source.rows, groups});
+  if (minimums.has_value() != has_minimum(format)) {
+    throw_array("pack_codes", "minimums", has_minimum(format) ? "an array" : "none",
+                has_minimum(format) ? "none" : "an array");
+  }
+  if (minimums) {
+    source.minimums = checked<float>(*minimums, "pack_codes", "minimums", {source.rows, groups});
+  }
+  NumpyArray<uint8_t> packed = aligned_empty(packed_bytes(format, source.rows, source.cols, g));
+  {
+    nb::gil_scoped_release release;
+    pack_codes(*shared_pool(), source, format, g, name,
+               reinterpret_cast<std::byte*>(packed.data()));
+  }
+  return packed;
+}
+
 void bind_matrices(nb::module_& m) {
   nb::class_<PackedMatrix>(m, "Matrix")
       .def(
@@ -170,6 +210,8 @@ void bind_matrices(nb::module_& m) {
   m.def("pack", pack_weights, "w"_a, "format"_a, "group"_a = 1, "name"_a = "");
   m.def("quantise", quantise_weights, "w"_a, "format"_a, "group"_a, "importance"_a = nb::none(),
         "name"_a = "");
+  m.def("pack_codes", pack_code_arrays, "codes"_a, "scales"_a, "minimums"_a.none(), "format"_a,
+        "group"_a, "name"_a = "");
   m.def("unpack", unpack_matrix, "matrix"_a);
   m.def("aligned_empty", aligned_empty, "num_bytes"_a);
 }

@@ -7,50 +7,70 @@
 namespace headrace {
 namespace {
 
-constexpr const char* kNames[kNumFormats] = {"f32", "f16", "bf16", "q8", "q4", "mxfp4"};
+struct FormatSpec {
+  const char* name;
+  int32_t groups[2];  // that the format has; 0: none
+  int32_t code_bits;
+  int32_t scale_bytes;  // of one output, with its minimum
+};
 
-constexpr int64_t bytes_of_group(Format format, int32_t group) {
-  switch (format) {
-    case Format::F32:
-      return kBlockOutputs * 4;
-    case Format::F16:
-    case Format::BF16:
-      return kBlockOutputs * 2;
-    case Format::Q8:
-      return int64_t{group} * kBlockOutputs + kBlockOutputs * 2;
-    case Format::Q4:
-      return int64_t{group} * kBlockOutputs / 2 + kBlockOutputs * 2;
-    case Format::MXFP4:
-      return int64_t{group} * kBlockOutputs / 2 + kBlockOutputs;
-  }
-  return 0;
+constexpr FormatSpec kSpecs[kNumFormats] = {
+    {"f32", {1, 0}, 32, 0},  {"f16", {1, 0}, 16, 0},  {"bf16", {1, 0}, 16, 0},
+    {"q8", {32, 0}, 8, 2},   {"q4", {32, 64}, 4, 2},  {"mxfp4", {32, 0}, 4, 1},
+    {"q8f", {32, 16}, 8, 4}, {"q8a", {32, 16}, 8, 8}, {"q4f", {32, 64}, 4, 4},
+    {"q4a", {32, 64}, 4, 8}, {"f8", {128, 32}, 8, 4},
+};
+
+constexpr const FormatSpec& spec_of(Format format) { return kSpecs[static_cast<int>(format)]; }
+
+constexpr int64_t bytes_of_codes(Format format, int32_t group) {
+  return int64_t{group} * kBlockOutputs * spec_of(format).code_bits / 8;
 }
 
+constexpr int64_t bytes_of_group(Format format, int32_t group) {
+  return bytes_of_codes(format, group) + kBlockOutputs * spec_of(format).scale_bytes;
+}
+
+static_assert(bytes_of_group(Format::F32, 1) == 64);
+static_assert(bytes_of_group(Format::BF16, 1) == 32);
 static_assert(bytes_of_group(Format::Q8, 32) == 544);
 static_assert(bytes_of_group(Format::Q4, 32) == 288);
 static_assert(bytes_of_group(Format::Q4, 64) == 544);
 static_assert(bytes_of_group(Format::MXFP4, 32) == 272);
-static_assert(static_cast<int>(Format::MXFP4) == kNumFormats - 1);
+static_assert(bytes_of_group(Format::Q8F, 16) == 320);
+static_assert(bytes_of_group(Format::Q8A, 16) == 384);
+static_assert(bytes_of_group(Format::Q4F, 64) == 576);
+static_assert(bytes_of_group(Format::Q4A, 32) == 384);
+static_assert(bytes_of_group(Format::F8, 128) == 2112);
+static_assert(static_cast<int>(Format::F8) == kNumFormats - 1);
 
 }  // namespace
 
-const char* format_name(Format format) { return kNames[static_cast<int>(format)]; }
+const char* format_name(Format format) { return spec_of(format).name; }
 
 Format parse_format(std::string_view name) {
   for (int i = 0; i < kNumFormats; ++i) {
-    if (name == kNames[i]) return static_cast<Format>(i);
+    if (name == kSpecs[i].name) return static_cast<Format>(i);
   }
-  throw Error(ErrorKind::Config, "unknown weight format `" + std::string(name) +
-                                     "`\nexpected f32, f16, bf16, q8, q4 or mxfp4");
+  std::string known = kSpecs[0].name;
+  for (int i = 1; i < kNumFormats; ++i) {
+    known += (i + 1 < kNumFormats ? ", " : " or ") + std::string(kSpecs[i].name);
+  }
+  throw Error(ErrorKind::Config,
+              "unknown weight format `" + std::string(name) + "`\nexpected " + known);
 }
 
 int32_t checked_group(Format format, int32_t group) {
-  if (!is_quantised(format)) return 1;
-  if (group == 32 || (group == 64 && format == Format::Q4)) return group;
+  if (!has_groups(format)) return 1;
+  const auto& [first, second] = spec_of(format).groups;
+  if (group > 0 && (group == first || group == second)) return group;
   throw Error(ErrorKind::Config, std::string("format ") + format_name(format) +
                                      " has no groups of " + std::to_string(group) + "\nexpected " +
-                                     (format == Format::Q4 ? "32 or 64" : "32"));
+                                     std::to_string(first) +
+                                     (second == 0 ? "" : " or " + std::to_string(second)));
 }
+
+int64_t code_bytes(Format format, int32_t group) { return bytes_of_codes(format, group); }
 
 int64_t group_bytes(Format format, int32_t group) { return bytes_of_group(format, group); }
 

@@ -10,8 +10,15 @@
 //   nibble
 //          and of vector 2j+1 in the high nibble; then 16 float16 scales. Codes -8..7.
 //   mxfp4  nibbles placed as in q4, holding e2m1 values (bit 3 is the sign); then 16 E8M0 scales.
+//   q8f    codes as in q8, -128..127; then 16 float32 scales.
+//   q8a    the same; then 16 float32 minimums: the weight is code * scale + minimum.
+//   q4f    nibbles as in q4, code + 8; then 16 float32 scales.
+//   q4a    nibbles placed as in q4, holding codes 0..15; then 16 float32 scales and 16 minimums.
+//   f8     g vectors of 16 bytes, vector k = input k of 16 outputs, each an e4m3 number (without
+//          infinities); then 16 float32 scales. A floating format: see e4m3_times in
+//          small_float.h.
 //   bf16, f16, f32   a "group" is one input: its 16 outputs.
-// Quantised inputs are padded to a multiple of g with zero codes.
+// Inputs of a group are padded to a multiple of g with zero codes.
 #pragma once
 
 #include <cstddef>
@@ -23,19 +30,31 @@
 namespace headrace {
 
 inline constexpr int32_t kBlockOutputs = 16;
-inline constexpr int32_t kNumFormats = 6;
+inline constexpr int32_t kNumFormats = 11;
 
-inline bool is_quantised(Format format) {
-  return format == Format::Q8 || format == Format::Q4 || format == Format::MXFP4;
+// Whether products with the format quantise their inputs, too.
+inline bool is_quantised(Format format) { return format >= Format::Q8 && format <= Format::Q4A; }
+
+// Whether groups of inputs share a scale.
+inline bool has_groups(Format format) { return format >= Format::Q8; }
+
+// Whether two codes share a byte.
+inline bool is_nibbles(Format format) {
+  return format == Format::Q4 || format == Format::MXFP4 || format == Format::Q4F ||
+         format == Format::Q4A;
 }
+
+inline bool has_minimum(Format format) { return format == Format::Q8A || format == Format::Q4A; }
 
 const char* format_name(Format format);
 Format parse_format(std::string_view name);  // throws Error(Config)
 
 // The group that a format uses when asked for `group`; throws Error(Config) if it has none such.
-// The floating formats always have 1.
+// The plain floating formats always have 1.
 int32_t checked_group(Format format, int32_t group);
 
+// Of the codes of a group, which its scales follow.
+int64_t code_bytes(Format format, int32_t group);
 int64_t group_bytes(Format format, int32_t group);
 int64_t num_groups(int32_t cols, int32_t group);
 int64_t num_blocks(int32_t rows);

@@ -14,6 +14,8 @@ namespace headrace::HEADRACE_ISA {
 // prefetches lost.
 inline constexpr int64_t kPrefetchBytes = 2048;
 
+// A format: how its bytes become weights, and what follows them in a group. `kOffset` is what
+// weights have too much, so that a dot begins at minus that many sums of inputs.
 struct Q8 {
   static constexpr int kOffset = kQ8Offset;
   static constexpr int kCodesPerByte = 1;
@@ -21,6 +23,7 @@ struct Q8 {
   static Ints dot(Ints acc, Bytes w, const int8_t* quad) { return dot_q8(acc, w, quad); }
   static Floats scales(const unsigned char* p) { return load_f16(p); }
   static constexpr int kScaleBytes = 32;
+  static constexpr bool kHasMinimum = false;
 };
 
 struct Q4 {
@@ -30,6 +33,7 @@ struct Q4 {
   static Ints dot(Ints acc, Bytes w, const int8_t* quad) { return dot_small(acc, w, quad); }
   static Floats scales(const unsigned char* p) { return load_f16(p); }
   static constexpr int kScaleBytes = 32;
+  static constexpr bool kHasMinimum = false;
 };
 
 struct Mxfp4 {
@@ -39,6 +43,32 @@ struct Mxfp4 {
   static Ints dot(Ints acc, Bytes w, const int8_t* quad) { return dot_small(acc, w, quad); }
   static Floats scales(const unsigned char* p) { return half_e8m0(p); }
   static constexpr int kScaleBytes = 16;
+  static constexpr bool kHasMinimum = false;
+};
+
+inline Floats load_f32(const unsigned char* p) { return load(reinterpret_cast<const float*>(p)); }
+
+struct Q8f : Q8 {
+  static Floats scales(const unsigned char* p) { return load_f32(p); }
+  static constexpr int kScaleBytes = 64;
+};
+
+struct Q8a : Q8 {
+  static Floats scales(const unsigned char* p) { return load_f32(p); }
+  static constexpr int kScaleBytes = 128;  // with the minimums, which come second
+  static constexpr bool kHasMinimum = true;
+};
+
+struct Q4f : Q4 {
+  static Floats scales(const unsigned char* p) { return load_f32(p); }
+  static constexpr int kScaleBytes = 64;
+};
+
+struct Q4a : Q4 {
+  static constexpr int kOffset = 0;
+  static Floats scales(const unsigned char* p) { return load_f32(p); }
+  static constexpr int kScaleBytes = 128;
+  static constexpr bool kHasMinimum = true;
 };
 
 template <class F, int group, int R>
@@ -78,6 +108,13 @@ void quantised_tile(const LinearArgs& a, int32_t block, int32_t row) {
       acc[r] = fma(to_float(dot[r]), mul(splat(sx[r][g]), sw), acc[r]);
       x[r] += group;
     });
+    if constexpr (F::kHasMinimum) {
+      const Floats mw = load_f32(p + kVectors * 64 + 64);
+      unroll<R>([&](auto r) {
+        const Floats sum = splat(static_cast<float>(sums[r][g]));
+        acc[r] = fma(sum, mul(splat(sx[r][g]), mw), acc[r]);
+      });
+    }
     p += kVectors * 64 + F::kScaleBytes;
   }
   unroll<R>([&](auto r) { store_outputs(a, block, row + r, acc[r]); });
@@ -108,13 +145,22 @@ void quantised_blocks(const LinearArgs& a) {
 
 inline void linear_q8(const LinearArgs& a) { quantised_blocks<Q8, 32>(a); }
 inline void linear_mxfp4(const LinearArgs& a) { quantised_blocks<Mxfp4, 32>(a); }
-inline void linear_q4(const LinearArgs& a) {
-  if (a.group == 64) {
-    quantised_blocks<Q4, 64>(a);
+
+// Calls the product of a format that has two groups.
+template <class F, int group, int other>
+void quantised_groups(const LinearArgs& a) {
+  if (a.group == other) {
+    quantised_blocks<F, other>(a);
   } else {
-    quantised_blocks<Q4, 32>(a);
+    quantised_blocks<F, group>(a);
   }
 }
+
+inline void linear_q4(const LinearArgs& a) { quantised_groups<Q4, 32, 64>(a); }
+inline void linear_q8f(const LinearArgs& a) { quantised_groups<Q8f, 32, 16>(a); }
+inline void linear_q8a(const LinearArgs& a) { quantised_groups<Q8a, 32, 16>(a); }
+inline void linear_q4f(const LinearArgs& a) { quantised_groups<Q4f, 32, 64>(a); }
+inline void linear_q4a(const LinearArgs& a) { quantised_groups<Q4a, 32, 64>(a); }
 
 // ---- floating formats: one chain over k per output, several blocks and rows in flight
 
@@ -176,11 +222,60 @@ inline void linear_f32(const LinearArgs& a) { float_blocks<F32Weights>(a); }
 inline void linear_f16(const LinearArgs& a) { float_blocks<F16Weights>(a); }
 inline void linear_bf16(const LinearArgs& a) { float_blocks<Bf16Weights>(a); }
 
+// ---- f8: a floating format whose weights are made by a multiplication on the way
+
+template <int B, int R>
+void f8_tile(const LinearArgs& a, int32_t block, int32_t row) {
+  const unsigned char* w[B];
+  const float* x[R];
+  Floats acc[B][R];
+  for (int b = 0; b < B; ++b) {
+    w[b] = reinterpret_cast<const unsigned char*>(a.weights) + int64_t{block + b} * a.block_bytes;
+    for (int r = 0; r < R; ++r) acc[b][r] = splat(0.0f);
+  }
+  for (int r = 0; r < R; ++r) x[r] = a.x + int64_t{in_row(a, row + r)} * a.cols;
+  for (int32_t from = 0; from < a.cols; from += a.group) {
+    const int32_t count = a.cols - from < a.group ? a.cols - from : a.group;
+    Floats scales[B];
+    for (int b = 0; b < B; ++b) {
+      scales[b] = mul(load_f32(w[b] + a.group * kBlockOutputs), splat(256.0f));
+    }
+    for (int32_t k = 0; k < count; ++k) {
+      Floats in[R];
+      for (int r = 0; r < R; ++r) in[r] = splat(x[r][from + k]);
+      for (int b = 0; b < B; ++b) {
+        const unsigned char* p = w[b] + k * kBlockOutputs;
+        if (k % 4 == 0) prefetch(p + kPrefetchBytes / 2);
+        const Floats weights = mul(load_e4m3(p), scales[b]);
+        for (int r = 0; r < R; ++r) acc[b][r] = fma(weights, in[r], acc[b][r]);
+      }
+    }
+    for (int b = 0; b < B; ++b) w[b] += a.group * kBlockOutputs + 64;
+  }
+  for (int b = 0; b < B; ++b) {
+    for (int r = 0; r < R; ++r) store_outputs(a, block + b, row + r, acc[b][r]);
+  }
+}
+
+template <int B>
+void f8_rows(const LinearArgs& a, int32_t block) {
+  int32_t row = 0;
+  for (; row + 4 <= a.num_rows; row += 4) f8_tile<B, 4>(a, block, row);
+  for (; row < a.num_rows; ++row) f8_tile<B, 1>(a, block, row);
+}
+
+inline void linear_f8(const LinearArgs& a) {
+  int32_t block = 0;
+  for (; block + 4 <= a.num_blocks; block += 4) f8_rows<4>(a, block);
+  for (; block < a.num_blocks; ++block) f8_rows<1>(a, block);
+}
+
 // ---- the table
 
 inline const KernelTable* make_table() {
   static constexpr KernelTable table = {
-      {linear_f32, linear_f16, linear_bf16, linear_q8, linear_q4, linear_mxfp4},
+      {linear_f32, linear_f16, linear_bf16, linear_q8, linear_q4, linear_mxfp4, linear_q8f,
+       linear_q8a, linear_q4f, linear_q4a, linear_f8},
       quantise_row,
       rms_norm_row,
       silu_mul,

@@ -101,6 +101,13 @@ void pair_tile(const LinearArgs& a, int32_t block, int32_t row) {
       acc[2 * i + 1] =
           fma(to_float(row_sums<1>(dot[i])), mul(splat(sx[2 * i + 1][g]), sw), acc[2 * i + 1]);
     }
+    if constexpr (F::kHasMinimum) {
+      const Floats mw = load_f32(p + kCodeBytes + 64);
+      for (int r = 0; r < 2 * P; ++r) {
+        const Floats sum = splat(static_cast<float>(sums[r][g]));
+        acc[r] = fma(sum, mul(splat(sx[r][g]), mw), acc[r]);
+      }
+    }
     for (int r = 0; r < 2 * P; ++r) x[r] += group;
     p += kCodeBytes + F::kScaleBytes;
   }
@@ -119,13 +126,22 @@ void pair_blocks(const LinearArgs& a) {
 
 inline void linear_q8_i8mm(const LinearArgs& a) { pair_blocks<Q8, 32>(a); }
 inline void linear_mxfp4_i8mm(const LinearArgs& a) { pair_blocks<Mxfp4, 32>(a); }
-inline void linear_q4_i8mm(const LinearArgs& a) {
-  if (a.group == 64) {
-    pair_blocks<Q4, 64>(a);
+
+// Calls the product of a format that has two groups.
+template <class F, int group, int other>
+void pair_groups(const LinearArgs& a) {
+  if (a.group == other) {
+    pair_blocks<F, other>(a);
   } else {
-    pair_blocks<Q4, 32>(a);
+    pair_blocks<F, group>(a);
   }
 }
+
+inline void linear_q4_i8mm(const LinearArgs& a) { pair_groups<Q4, 32, 64>(a); }
+inline void linear_q8f_i8mm(const LinearArgs& a) { pair_groups<Q8f, 32, 16>(a); }
+inline void linear_q8a_i8mm(const LinearArgs& a) { pair_groups<Q8a, 32, 16>(a); }
+inline void linear_q4f_i8mm(const LinearArgs& a) { pair_groups<Q4f, 32, 64>(a); }
+inline void linear_q4a_i8mm(const LinearArgs& a) { pair_groups<Q4a, 32, 64>(a); }
 
 inline const KernelTable* make_i8mm_table() {
   static const KernelTable table = [] {
@@ -133,6 +149,10 @@ inline const KernelTable* make_i8mm_table() {
     t.linear[static_cast<int>(Format::Q8)] = linear_q8_i8mm;
     t.linear[static_cast<int>(Format::Q4)] = linear_q4_i8mm;
     t.linear[static_cast<int>(Format::MXFP4)] = linear_mxfp4_i8mm;
+    t.linear[static_cast<int>(Format::Q8F)] = linear_q8f_i8mm;
+    t.linear[static_cast<int>(Format::Q8A)] = linear_q8a_i8mm;
+    t.linear[static_cast<int>(Format::Q4F)] = linear_q4f_i8mm;
+    t.linear[static_cast<int>(Format::Q4A)] = linear_q4a_i8mm;
     return t;
   }();
   return &table;

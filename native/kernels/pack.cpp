@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "kernels/place.h"
 #include "kernels/small_float.h"
 
 namespace headrace {
@@ -168,29 +169,45 @@ void place_group(Format format, int32_t group, int32_t output, const GroupCodes&
   }
 }
 
-// Reports the first bad weight in row order, whichever thread saw it.
-class FirstBad {
+// The least index reported, whichever thread saw it.
+class FirstIndex {
  public:
+  static constexpr int64_t kNone = INT64_MAX;
+
   void report(int64_t index) {
     int64_t seen = index_.load();
     while (index < seen && !index_.compare_exchange_weak(seen, index)) {
     }
   }
+  int64_t get() const { return index_.load(); }
+
+ private:
+  std::atomic<int64_t> index_{kNone};
+};
+
+std::string place_of(const std::string& name, int64_t row, int64_t column) {
+  return "tensor " + (name.empty() ? "(unnamed)" : name) + ", index [" + std::to_string(row) +
+         ", " + std::to_string(column) + "]";
+}
+
+// Reports the first bad weight in row order.
+class FirstBad {
+ public:
+  void report(int64_t index) { first_.report(index); }
   void throw_if_any(const RowMajor& source, const std::string& name) const {
-    const int64_t index = index_.load();
-    if (index == kNone) return;
+    const int64_t index = first_.get();
+    if (index == FirstIndex::kNone) return;
     const float value = weight_at(source.data, source.dtype, index);
-    throw Error(ErrorKind::Checkpoint,
-                "weight cannot be packed: tensor " + (name.empty() ? "(unnamed)" : name) +
-                    ", index [" + std::to_string(index / source.cols) + ", " +
-                    std::to_string(index % source.cols) + "]\nexpected a finite number" +
-                    (std::isfinite(value) ? " whose scale fits float16" : "") + ", got " +
-                    std::to_string(value));
+    throw Error(
+        ErrorKind::Checkpoint,
+        "weight cannot be packed: " + place_of(name, index / source.cols, index % source.cols) +
+            "\nexpected a finite number" +
+            (std::isfinite(value) ? " whose scale fits float16" : "") + ", got " +
+            std::to_string(value));
   }
 
  private:
-  static constexpr int64_t kNone = INT64_MAX;
-  std::atomic<int64_t> index_{kNone};
+  FirstIndex first_;
 };
 
 void pack_quantised_block(const RowMajor& source, Format format, int32_t group, int64_t block,
@@ -291,29 +308,132 @@ int64_t interleave_all(const std::byte* source, T exponent, int32_t rows, int32_
 // Twice the e2m1 values, as the integer kernels use them with half the scale.
 constexpr int8_t kDoubledE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-float real_value(Format format, int32_t group, const uint8_t* packed, int32_t output, int32_t k) {
+uint8_t code_at(Format format, const uint8_t* group, int32_t output, int32_t k) {
+  if (format == Format::F8) return group[k * kBlockOutputs + output];
   const int32_t vector = k / 4;
   const int32_t byte = output * 4 + k % 4;
-  if (format == Format::Q8) {
-    const float scale = float_from_f16(
-        load_at<uint16_t>(reinterpret_cast<const std::byte*>(packed + group * 16), output));
-    return static_cast<float>(static_cast<int8_t>(packed[vector * 64 + byte])) * scale;
+  if (!is_nibbles(format)) return group[vector * 64 + byte];
+  const uint8_t both = group[vector / 2 * 64 + byte];
+  return static_cast<uint8_t>(vector % 2 == 0 ? both & 15 : both >> 4);
+}
+
+float scale_at(Format format, const std::byte* scales, int32_t output) {
+  if (format == Format::Q8 || format == Format::Q4) {
+    return float_from_f16(load_at<uint16_t>(scales, output));
   }
-  const uint8_t both = packed[vector / 2 * 64 + byte];
-  const int nibble = vector % 2 == 0 ? both & 15 : both >> 4;
-  const uint8_t* scales = packed + group * 8;
+  return load_at<float>(scales, output);
+}
+
+float real_value(Format format, int32_t group, const uint8_t* packed, int32_t output, int32_t k) {
+  const uint8_t code = code_at(format, packed, output, k);
+  const auto* scales = reinterpret_cast<const std::byte*>(packed + code_bytes(format, group));
   if (format == Format::MXFP4) {
-    return std::ldexp(static_cast<float>(kDoubledE2m1[nibble]), scales[output] - 128);
+    const int exponent = static_cast<int>(scales[output]) - 128;
+    return std::ldexp(static_cast<float>(kDoubledE2m1[code]), exponent);
   }
-  const float scale =
-      float_from_f16(load_at<uint16_t>(reinterpret_cast<const std::byte*>(scales), output));
-  return static_cast<float>(nibble - 8) * scale;
+  const float scale = scale_at(format, scales, output);
+  if (format == Format::F8) return e4m3_times(code, scale);
+  if (format == Format::Q4A) {
+    return static_cast<float>(code) * scale + load_at<float>(scales, kBlockOutputs + output);
+  }
+  if (is_nibbles(format)) return static_cast<float>(code - 8) * scale;
+  const float product = static_cast<float>(static_cast<int8_t>(code)) * scale;
+  return format == Format::Q8A ? product + load_at<float>(scales, kBlockOutputs + output) : product;
+}
+
+// ---- codes from elsewhere
+
+// The range of a code's byte as its format reads it; whole bytes if there is none to keep to.
+struct CodeRange {
+  int32_t low, high;
+  int32_t of(uint8_t byte) const { return low < 0 ? static_cast<int8_t>(byte) : byte; }
+};
+
+CodeRange range_of(Format format) {
+  if (format == Format::Q4 || format == Format::Q4F) return {-8, 7};
+  if (format == Format::Q4A || format == Format::MXFP4) return {0, 15};
+  return format == Format::F8 ? CodeRange{0, 255} : CodeRange{-128, 127};
+}
+
+// Blocks of codes, packed on any thread; what is bad is told once all are.
+class CodePacker {
+ public:
+  CodePacker(const RowMajorCodes& source, Format format, int32_t group)
+      : source_(source),
+        format_(format),
+        group_(group),
+        groups_(static_cast<int32_t>(num_groups(source.cols, group))) {}
+
+  void pack_block(int64_t block, std::byte* packed) {
+    const int64_t width = int64_t{groups_} * group_;
+    std::vector<uint8_t> codes(static_cast<size_t>(width * kBlockOutputs));
+    // Rows that do not exist: zeros, in mxfp4 of its least scale.
+    const float no_scale = format_ == Format::MXFP4 ? 0x1p-127f : 0.0f;
+    std::vector<float> scales(static_cast<size_t>(groups_ * kBlockOutputs), no_scale);
+    std::vector<float> minimums(has_minimum(format_) ? scales.size() : 0);
+    const int64_t first = block * kBlockOutputs;
+    for (int64_t i = 0; i < kBlockOutputs && first + i < source_.rows; ++i) {
+      const int64_t row = first + i;
+      check_codes(row);
+      std::copy_n(source_.codes + row * source_.cols, source_.cols, codes.data() + i * width);
+      std::copy_n(source_.scales + row * groups_, groups_, scales.data() + i * groups_);
+      if (has_minimum(format_)) {
+        std::copy_n(source_.minimums + row * groups_, groups_, minimums.data() + i * groups_);
+      }
+    }
+    const CodeBand band{codes.data(), width, scales.data(), minimums.data(), groups_};
+    const int64_t bad = place_groups(format_, group_, groups_, band, packed);
+    if (bad >= 0) bad_scale_.report(first * groups_ + bad);
+  }
+
+  void throw_if_bad(const std::string& name) const {
+    if (const int64_t at = bad_code_.get(); at != FirstIndex::kNone) {
+      const CodeRange range = range_of(format_);
+      const int32_t code = range.of(source_.codes[at]);
+      throw Error(ErrorKind::Checkpoint,
+                  "code cannot be packed: " + place_of(name, at / source_.cols, at % source_.cols) +
+                      "\nexpected " + std::to_string(range.low) + " to " +
+                      std::to_string(range.high) + " in format " + format_name(format_) + ", got " +
+                      (format_ == Format::F8 ? "NaN" : std::to_string(code)));
+    }
+    if (const int64_t at = bad_scale_.get(); at != FirstIndex::kNone) {
+      throw Error(ErrorKind::Checkpoint,
+                  "scale cannot be packed: " + place_of(name, at / groups_, at % groups_ * group_) +
+                      "\nexpected finite numbers that format " + format_name(format_) +
+                      " holds exactly, got " + std::to_string(source_.scales[at]) +
+                      (has_minimum(format_) ? " and " + std::to_string(source_.minimums[at]) : ""));
+    }
+  }
+
+ private:
+  void check_codes(int64_t row) {
+    const CodeRange range = range_of(format_);
+    for (int64_t at = row * source_.cols; at < (row + 1) * source_.cols; ++at) {
+      const int32_t code = range.of(source_.codes[at]);
+      const bool is_nan = format_ == Format::F8 && (code & 0x7f) == 0x7f;
+      if (code < range.low || code > range.high || is_nan) bad_code_.report(at);
+    }
+  }
+
+  const RowMajorCodes& source_;
+  Format format_;
+  int32_t group_, groups_;
+  FirstIndex bad_code_, bad_scale_;
+};
+
+bool can_round_to(Format format) {
+  return !is_quantised(format) ? format != Format::F8 : format <= Format::MXFP4;
 }
 
 }  // namespace
 
 void pack(ThreadPool& pool, const RowMajor& source, Format format, int32_t group,
           const std::string& name, std::byte* packed) {
+  if (!can_round_to(format)) {
+    throw Error(ErrorKind::Config,
+                std::string("weights are not rounded to format ") + format_name(format) +
+                    "\nexpected f32, f16, bf16, q8, q4 or mxfp4: the others hold codes as found");
+  }
   FirstBad bad;
   const int64_t bytes = block_bytes(format, source.cols, group);
   pool.run(num_blocks(source.rows), [&](int64_t block) {
@@ -327,13 +447,26 @@ void pack(ThreadPool& pool, const RowMajor& source, Format format, int32_t group
   bad.throw_if_any(source, name);
 }
 
+void pack_codes(ThreadPool& pool, const RowMajorCodes& source, Format format, int32_t group,
+                const std::string& name, std::byte* packed) {
+  if (!has_groups(format)) {
+    throw Error(ErrorKind::Config, std::string("format ") + format_name(format) +
+                                       " holds no codes\nexpected one with a scale per group");
+  }
+  CodePacker packer(source, format, group);
+  const int64_t bytes = block_bytes(format, source.cols, group);
+  pool.run(num_blocks(source.rows),
+           [&](int64_t block) { packer.pack_block(block, packed + block * bytes); });
+  packer.throw_if_bad(name);
+}
+
 void unpack_row(const MatrixView& matrix, int32_t row, float* values) {
   const std::byte* block = matrix.data + row / kBlockOutputs * matrix.block_bytes();
   const int32_t output = row % kBlockOutputs;
   const int64_t bytes = group_bytes(matrix.format, matrix.group);
   for (int32_t k = 0; k < matrix.cols; ++k) {
     const std::byte* group = block + k / matrix.group * bytes;
-    values[k] = is_quantised(matrix.format)
+    values[k] = has_groups(matrix.format)
                     ? real_value(matrix.format, matrix.group,
                                  reinterpret_cast<const uint8_t*>(group), output, k % matrix.group)
                     : weight_at(group, matrix.format, output);

@@ -17,11 +17,25 @@ struct RowMajor {
   int32_t rows, cols;
 };
 
-// Quantises if `format` is a quantised one; a floating target is a conversion with rounding to
-// nearest even, exact when the types agree. `name` goes into error messages. Throws
-// Error(Checkpoint) for a NaN or infinite weight or one whose scale does not fit.
+// Quantises to q8, q4 or mxfp4; a plain floating target is a conversion with rounding to nearest
+// even, exact when the types agree. `name` goes into error messages. Throws Error(Checkpoint) for a
+// NaN or infinite weight or one whose scale does not fit, Error(Config) for another format: those
+// hold codes that came from elsewhere (pack_codes).
 void pack(ThreadPool& pool, const RowMajor& source, Format format, int32_t group,
           const std::string& name, std::byte* packed);
+
+// Codes as CodeBand has them with the numbers that they are multiplied by, row-major.
+struct RowMajorCodes {
+  const uint8_t* codes;   // [rows, cols]
+  const float* scales;    // [rows, num_groups(cols, group)]
+  const float* minimums;  // the same; null unless the format has minimums
+  int32_t rows, cols;
+};
+
+// Lays codes out; nothing is rounded. `name` goes into error messages. Throws Error(Checkpoint) for
+// a code or a scale that the format does not hold.
+void pack_codes(ThreadPool& pool, const RowMajorCodes& source, Format format, int32_t group,
+                const std::string& name, std::byte* packed);
 
 // The real values of a packed matrix: [rows, cols] float32.
 void unpack(ThreadPool& pool, const MatrixView& matrix, float* values);

@@ -77,7 +77,18 @@ inline Floats load_bf16(const void* p) {
   const auto high = [](uint16x8_t x) { return vreinterpretq_f32_u32(vshll_high_n_u16(x, 16)); };
   return {low(halves_at(p, 0)), high(halves_at(p, 0)), low(halves_at(p, 1)), high(halves_at(p, 1))};
 }
-
+// A 256th of sixteen e4m3 numbers, as float16: sign and magnitude, the latter seven bits up.
+inline Floats load_e4m3(const void* p) {
+  const int8x16_t codes = vld1q_s8(static_cast<const int8_t*>(p));
+  const auto halves = [](int16x8_t wide) {
+    const uint16x8_t shifted = vreinterpretq_u16_s16(vshlq_n_s16(wide, 7));
+    return vreinterpretq_f16_u16(vandq_u16(shifted, vdupq_n_u16(0xbfff)));
+  };
+  const float16x8_t low = halves(vmovl_s8(vget_low_s8(codes)));
+  const float16x8_t high = halves(vmovl_high_s8(codes));
+  return {vcvt_f32_f16(vget_low_f16(low)), vcvt_high_f32_f16(low), vcvt_f32_f16(vget_low_f16(high)),
+          vcvt_high_f32_f16(high)};
+}
 inline Floats load_int8(const void* p) {
   const int8x16_t codes = vld1q_s8(static_cast<const int8_t*>(p));
   const int16x8_t low = vmovl_s8(vget_low_s8(codes));

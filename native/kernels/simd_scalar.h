@@ -54,6 +54,14 @@ inline Floats load_bf16(const void* p) {
   HEADRACE_LANES r.lane[i] = float_from_bf16(bits[i]);
   return r;
 }
+// A 256th of sixteen e4m3 numbers.
+inline Floats load_e4m3(const void* p) {
+  uint8_t bits[16];
+  std::memcpy(bits, p, 16);
+  Floats r;
+  HEADRACE_LANES r.lane[i] = float_from_f16(f16_from_e4m3(bits[i]));
+  return r;
+}
 inline Floats load_int8(const void* p) {
   int8_t codes[16];
   std::memcpy(codes, p, 16);

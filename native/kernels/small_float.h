@@ -43,4 +43,15 @@ inline uint16_t f16_from_float(float value) {
   return sign | static_cast<uint16_t>((rounded - 0x38000000u) >> 13);
 }
 
+// An e4m3 number without infinities (OCP 8-bit floating point, E4M3) as float16 bits that stand for
+// a 256th of it: exponents are biased by 15 there and by 7 here, and subnormal numbers agree.
+inline uint16_t f16_from_e4m3(uint8_t bits) {
+  return static_cast<uint16_t>((bits & 0x80u) << 8 | (bits & 0x7fu) << 7);
+}
+
+// The real weight of an e4m3 code: rounded once as long as 256 scales are a finite number.
+inline float e4m3_times(uint8_t bits, float scale) {
+  return float_from_f16(f16_from_e4m3(bits)) * (scale * 256.0f);
+}
+
 }  // namespace headrace

@@ -53,6 +53,14 @@ def quantise(
     importance: Float32 | None = None,
     name: str = "",
 ) -> tuple[Bytes, float, float]: ...
+def pack_codes(
+    codes: npt.NDArray[np.int8] | Bytes,
+    scales: Float32,
+    minimums: Float32 | None,
+    format: str,
+    group: int,
+    name: str = "",
+) -> Bytes: ...
 def unpack(matrix: Matrix) -> Float32: ...
 
 class RecordFeed: ...

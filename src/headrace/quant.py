@@ -1,7 +1,8 @@
-"""The packed weight formats in plain NumPy: quantise, pack, read back.
+"""The packed weight formats in plain NumPy: quantise, pack, lay foreign codes out, read back.
 
-The specification and oracle of the native `_core.pack`; slow, and used by tests and reference ops
-only. The layout is defined in native/kernels/format.h; the tests demand equal bytes from both.
+The specification and oracle of the native `_core.pack` and `_core.pack_codes`; slow, and used by
+tests and reference ops only. The layout is defined in native/kernels/format.h; the tests demand
+equal bytes from both.
 """
 
 from dataclasses import dataclass
@@ -14,8 +15,15 @@ from headrace.arrays import Bytes, Float32
 from headrace.errors import CheckpointError, ConfigError
 
 BLOCK_OUTPUTS = 16
-QUANTISED = ("q8", "q4", "mxfp4")
 FLOATING = {"f32": 4, "f16": 2, "bf16": 2}
+NIBBLES = ("q4", "mxfp4", "q4f", "q4a")
+"""Formats of which two codes share a byte."""
+WITH_MINIMUM = ("q8a", "q4a")
+
+# Bytes of the scales, and minimums, of 16 outputs.
+_SCALE_BYTES = {
+    "q8": 32, "q4": 32, "mxfp4": 16, "q8f": 64, "q8a": 128, "q4f": 64, "q4a": 128, "f8": 64,
+}  # fmt: skip
 
 # e2m1 values by code; the integer kernels use their doubles with half the scale.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)
@@ -24,19 +32,23 @@ _E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -1
 
 @dataclass(frozen=True)
 class Codes:
-    """A quantised matrix as integers: real value = codes * scales of the code's group."""
+    """A quantised matrix as integers: real value = codes * scales + minimums, by group."""
 
     codes: npt.NDArray[
         np.int8
     ]  # [N, Kp], Kp = K padded to whole groups; mxfp4: doubled e2m1 values
     scales: Float32  # [N, Kp / group]
     group: int
+    minimums: Float32 | None = None  # [N, Kp / group]
 
     @property
     def values(self) -> Float32:
-        """[N, Kp] float32, rounded once."""
+        """[N, Kp] float32, rounded after the product and after the sum."""
         scales = np.repeat(self.scales, self.group, axis=1)
-        return self.codes.astype(np.float32) * scales
+        products = self.codes.astype(np.float32) * scales
+        if self.minimums is None:
+            return products
+        return products + np.repeat(self.minimums, self.group, axis=1)
 
 
 def bf16_to_float(bits: npt.NDArray[np.uint16]) -> Float32:
@@ -59,10 +71,13 @@ def group_bytes(format: str, group: int) -> int:
     """Bytes of one group of 16 outputs."""
     if format in FLOATING:
         return BLOCK_OUTPUTS * FLOATING[format]
-    sizes = {"q8": group * 16 + 32, "q4": group * 8 + 32, "mxfp4": group * 8 + 16}
-    if format not in sizes:
+    if format not in _SCALE_BYTES:
         raise ConfigError(f"unknown weight format `{format}`")
-    return sizes[format]
+    return _code_bytes(format, group) + _SCALE_BYTES[format]
+
+
+def _code_bytes(format: str, group: int) -> int:
+    return group * BLOCK_OUTPUTS // (2 if format in NIBBLES else 1)
 
 
 def packed_bytes(format: str, rows: int, cols: int, group: int) -> int:
@@ -122,6 +137,19 @@ def _quantise_mxfp4(groups: Float32) -> tuple[npt.NDArray[np.int8], Bytes]:
     return flat, (exponent + 127).astype(np.uint8)
 
 
+def e4m3_to_float(bits: Bytes) -> Float32:
+    """Widen e4m3 numbers without infinities, exactly.
+
+    The bits in the places of a float16's are a 256th of the number, subnormal numbers included. The
+    codes of NaN, which no packed matrix holds, come out as +-480.
+
+    Source:
+        OCP 8-bit Floating Point Specification (OFP8), revision 1.0.
+    """
+    halves = (bits.view(np.int8).astype(np.int16) << 7) & np.int16(-0x4001)
+    return halves.view(np.float16).astype(np.float32) * np.float32(256)
+
+
 def pad(w: npt.NDArray[Any], group: int) -> npt.NDArray[Any]:
     """Fill weights up with zeros to whole blocks of outputs and whole groups of inputs."""
     rows, cols = w.shape
@@ -147,18 +175,90 @@ def lay_out(
     codes: npt.NDArray[np.int8], scales: npt.NDArray[Any], format: str, group: int
 ) -> Bytes:
     """Put codes [N, K] and scales [N, K/group], both padded, where the kernels read them."""
-    shape = (codes.shape[0] // BLOCK_OUTPUTS, BLOCK_OUTPUTS, -1, group // 4, 4)
+    return _join(_place(codes, format, group), [scales])
+
+
+def pack_codes(
+    codes: npt.NDArray[Any], scales: Float32, minimums: Float32 | None, format: str, group: int
+) -> Bytes:
+    """Lay codes out that come from elsewhere; nothing is rounded.
+
+    Args:
+        codes: [N, K] one byte each. q8, q8f and q8a: -128..127; q4 and q4f: -8..7; q4a: 0..15;
+            mxfp4: the e2m1 code, 0..15; f8: an e4m3 number's bits.
+        scales: [N, ceil(K / group)], such as the format holds exactly.
+        minimums: the same, of q8a and q4a; None for the others.
+        format: of the packed matrix.
+        group: inputs that share a scale.
+
+    Returns:
+        The packed bytes.
+
+    Raises:
+        CheckpointError: a code or a scale that the format does not hold.
+    """
+    _check_codes(codes, format)
+    rows = -codes.shape[0] % BLOCK_OUTPUTS
+    no_scale = 2.0**-127 if format == "mxfp4" else 0.0
+    scales = np.pad(scales, ((0, rows), (0, 0)), constant_values=np.float32(no_scale))
+    with np.errstate(all="ignore"):
+        if format in ("q8", "q4"):
+            stored: npt.NDArray[Any] = scales.astype(np.float16)
+            is_held = np.isfinite(scales) & (stored.astype(np.float32) == scales)
+        elif format == "mxfp4":
+            mantissa, exponent = np.frexp(scales)
+            stored = (exponent + 126).astype(np.uint8)
+            is_held = (mantissa == 0.5) & (exponent >= -126)
+        else:
+            stored = scales
+            is_held = np.isfinite(scales) & ((np.abs(scales) < 2.0**119) | (format != "f8"))
+    tails = [stored]
+    if minimums is not None:
+        is_held &= np.isfinite(np.pad(minimums, ((0, rows), (0, 0))))
+        tails.append(np.pad(minimums, ((0, rows), (0, 0))))
+    if not is_held.all():
+        raise CheckpointError(f"scale cannot be packed: format {format} does not hold it")
+    return _join(_place(pad(codes, group), format, group), tails)
+
+
+def _check_codes(codes: npt.NDArray[Any], format: str) -> None:
+    wide = codes.view(np.int8)
+    low, high = {"q4": (-8, 7), "q4f": (-8, 7), "q4a": (0, 15), "mxfp4": (0, 15)}.get(
+        format, (-128, 127)
+    )
+    is_held = (wide >= low) & (wide <= high)
+    if format == "f8":
+        is_held = (codes.view(np.uint8) & 0x7F) != 0x7F
+    if not is_held.all():
+        raise CheckpointError(f"code cannot be packed: format {format} does not hold it")
+
+
+def _place(codes: npt.NDArray[Any], format: str, group: int) -> Bytes:
+    """The code bytes of [N, Kp] codes: [block, group, byte]."""
+    num_blocks = codes.shape[0] // BLOCK_OUTPUTS
+    if format == "f8":
+        numbers = codes.view(np.uint8).reshape(num_blocks, BLOCK_OUTPUTS, -1, group)
+        return numbers.transpose(0, 2, 3, 1).reshape(num_blocks, -1, group * BLOCK_OUTPUTS)
     # [block, group, vector, output, input of four]
-    vectors = codes.reshape(shape).transpose(0, 2, 3, 1, 4)
-    if format == "q8":
-        body: npt.NDArray[Any] = vectors.astype(np.int8).view(np.uint8)
+    vectors = codes.reshape(num_blocks, BLOCK_OUTPUTS, -1, group // 4, 4).transpose(0, 2, 3, 1, 4)
+    if format in NIBBLES:
+        offset = 8 if format in ("q4", "q4f") else 0
+        nibbles = (vectors + offset).astype(np.uint8)
+        body: npt.NDArray[Any] = nibbles[:, :, 0::2] | nibbles[:, :, 1::2] << 4
     else:
-        nibbles = (vectors + 8 if format == "q4" else vectors).astype(np.uint8)
-        body = nibbles[:, :, 0::2] | nibbles[:, :, 1::2] << 4
-    body = body.reshape(*body.shape[:2], -1)
-    tail = scales.reshape(shape[0], BLOCK_OUTPUTS, -1).transpose(0, 2, 1)
-    tail = np.ascontiguousarray(tail).view(np.uint8).reshape(*body.shape[:2], -1)
-    return np.ascontiguousarray(np.concatenate([body, tail], axis=2)).reshape(-1)
+        body = vectors.astype(np.int8).view(np.uint8)
+    return body.reshape(*body.shape[:2], -1)
+
+
+def _join(body: Bytes, tails: list[npt.NDArray[Any]]) -> Bytes:
+    """Groups of code bytes, each followed by what `tails` [N, Kp / group] hold for it."""
+    num_blocks, num_groups = body.shape[:2]
+    parts = [body]
+    for tail in tails:
+        by_group = tail.reshape(num_blocks, BLOCK_OUTPUTS, -1).transpose(0, 2, 1)
+        parts.append(np.ascontiguousarray(by_group).view(np.uint8))
+    joined = np.concatenate([p.reshape(num_blocks, num_groups, -1) for p in parts], axis=2)
+    return np.ascontiguousarray(joined).reshape(-1)
 
 
 def codes(packed: Bytes, format: str, rows: int, cols: int, group: int) -> Codes:
@@ -166,22 +266,43 @@ def codes(packed: Bytes, format: str, rows: int, cols: int, group: int) -> Codes
     num_blocks = -(-rows // BLOCK_OUTPUTS)
     num_groups = -(-cols // group)
     parts = packed.reshape(num_blocks, num_groups, -1)
-    body_bytes = group * BLOCK_OUTPUTS if format == "q8" else group * BLOCK_OUTPUTS // 2
-    body, tail = parts[:, :, :body_bytes], np.ascontiguousarray(parts[:, :, body_bytes:])
-    if format == "q8":
-        vectors: npt.NDArray[Any] = np.ascontiguousarray(body).view(np.int8)
-    else:
+    num_code_bytes = _code_bytes(format, group)
+    body = parts[:, :, :num_code_bytes]
+    tail = np.ascontiguousarray(parts[:, :, num_code_bytes:])
+    if format in NIBBLES:
         halves = body.reshape(num_blocks, num_groups, -1, 1, 64)
         nibbles = np.concatenate([halves & 15, halves >> 4], axis=3)
-        vectors = _E2M1_DOUBLED[nibbles] if format == "mxfp4" else nibbles.astype(np.int8) - 8
+        if format == "mxfp4":
+            vectors: npt.NDArray[Any] = _E2M1_DOUBLED[nibbles]
+        else:
+            vectors = nibbles.astype(np.int8) - (0 if format == "q4a" else 8)
+    else:
+        vectors = np.ascontiguousarray(body).view(np.int8)
     vectors = vectors.astype(np.int8).reshape(num_blocks, num_groups, group // 4, 16, 4)
     integers = vectors.transpose(0, 3, 1, 2, 4).reshape(num_blocks * 16, -1)
     if format == "mxfp4":
         scales = np.ldexp(np.float32(1), tail.astype(np.int32) - 128)
-    else:
+    elif format in ("q8", "q4"):
         scales = tail.view(np.float16).astype(np.float32)
-    scales = scales.transpose(0, 2, 1).reshape(num_blocks * 16, num_groups)
-    return Codes(integers[:rows].copy(), scales[:rows].astype(np.float32), group)
+    else:
+        scales = tail.view(np.float32)
+
+    def by_output(numbers: Float32) -> Float32:
+        flat = numbers.transpose(0, 2, 1).reshape(num_blocks * 16, num_groups)
+        return flat[:rows].astype(np.float32)
+
+    minimums = by_output(scales[:, :, 16:]) if format in WITH_MINIMUM else None
+    return Codes(integers[:rows].copy(), by_output(scales[:, :, :16]), group, minimums)
+
+
+def _unpack_f8(packed: Bytes, rows: int, cols: int, group: int) -> Float32:
+    num_blocks, num_groups = -(-rows // BLOCK_OUTPUTS), -(-cols // group)
+    parts = packed.reshape(num_blocks, num_groups, -1)
+    bits = np.ascontiguousarray(parts[:, :, : group * BLOCK_OUTPUTS])
+    numbers = e4m3_to_float(bits).reshape(num_blocks, num_groups, group, BLOCK_OUTPUTS)
+    scales = np.ascontiguousarray(parts[:, :, group * BLOCK_OUTPUTS :]).view(np.float32)
+    values = (numbers * scales[:, :, None, :]).transpose(0, 3, 1, 2)
+    return values.reshape(num_blocks * BLOCK_OUTPUTS, -1)[:rows, :cols].copy()
 
 
 def unpack(packed: Bytes, format: str, rows: int, cols: int, group: int) -> Float32:
@@ -190,4 +311,6 @@ def unpack(packed: Bytes, format: str, rows: int, cols: int, group: int) -> Floa
         dtype = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}[format]
         blocks = packed.view(dtype).reshape(-1, cols, BLOCK_OUTPUTS).transpose(0, 2, 1)
         return widen(np.ascontiguousarray(blocks).reshape(-1, cols)[:rows])
+    if format == "f8":
+        return _unpack_f8(packed, rows, cols, group)
     return codes(packed, format, rows, cols, group).values[:, :cols].copy()

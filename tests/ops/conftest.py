@@ -1,14 +1,24 @@
 """Op tests run under each instruction set that this processor has, on one thread and on three."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from headrace import _core
 
-FORMATS = [("f32", 1), ("f16", 1), ("bf16", 1), ("q8", 32), ("q4", 32), ("q4", 64), ("mxfp4", 32)]
+ROUNDED = [("f32", 1), ("f16", 1), ("bf16", 1), ("q8", 32), ("q4", 32), ("q4", 64), ("mxfp4", 32)]
+"""Formats that weights are rounded to, with their groups."""
+KEPT = [
+    ("q8f", 16), ("q8f", 32), ("q8a", 16), ("q8a", 32), ("q4f", 32), ("q4f", 64),
+    ("q4a", 32), ("q4a", 64), ("f8", 32), ("f8", 128),
+]  # fmt: skip
+"""Formats that hold codes from elsewhere."""
+FORMATS = ROUNDED + KEPT
+FLOATS = ("f32", "f16", "bf16", "f8")
 MACHINES = [(isa, threads) for isa in _core.available_isas() for threads in (1, 3)]
 
 
@@ -51,5 +61,49 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
     np.testing.assert_array_equal(actual, expected)
 
 
+@dataclass(frozen=True)
+class Coded:
+    """Codes [N, K], scales and minimums [N, ceil(K / group)], as foreign checkpoints have them."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    minimums: np.ndarray | None
+
+
+_CODES = {"q8f": (-128, 127), "q8a": (-128, 127), "q4f": (-8, 7), "q4a": (0, 15)}
+
+
+def make_codes(w: np.ndarray, format: str, group: int) -> Coded:
+    """Round weights to one of `KEPT` in the simplest way: to whole steps between the ends."""
+    rows, cols = w.shape
+    padded = np.zeros((rows, -(-cols // group) * group), np.float32)
+    padded[:, :cols] = w
+    groups = padded.reshape(rows, -1, group)
+    if format == "f8":
+        scales = np.abs(groups).max(axis=2) / np.float32(448) + np.float32(1e-9)
+        codes = (groups / scales[:, :, None]).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        return Coded(_rows_of(codes, cols), scales, None)
+    low, high = _CODES[format]
+    if format in ("q8a", "q4a"):
+        least, most = groups.min(axis=2), groups.max(axis=2)
+        scales = (most - least) / np.float32(high - low)
+        minimums = least - scales * np.float32(low)
+    else:
+        scales = np.abs(groups).max(axis=2) / np.float32(high)
+        minimums = np.zeros_like(scales)
+    steps = np.where(scales == 0, np.float32(1), scales)[:, :, None]
+    codes = np.rint((groups - minimums[:, :, None]) / steps).clip(low, high).astype(np.int8)
+    return Coded(_rows_of(codes, cols), scales, minimums if format in ("q8a", "q4a") else None)
+
+
+def _rows_of(codes: np.ndarray, cols: int) -> np.ndarray:
+    return np.ascontiguousarray(codes.reshape(codes.shape[0], -1)[:, :cols])
+
+
 def make_matrix(w: np.ndarray, format: str, group: int) -> _core.Matrix:
-    return _core.Matrix(_core.pack(w, format, group), format, *w.shape, group)
+    if (format, group) in KEPT:
+        coded = make_codes(w, format, group)
+        packed = _core.pack_codes(coded.codes, coded.scales, coded.minimums, format, group)
+    else:
+        packed = _core.pack(w, format, group)
+    return _core.Matrix(packed, format, *w.shape, group)

@@ -33,7 +33,8 @@ class Mixture:
             record = _core.aligned_empty(offset)
             views = []
             for (format, rows, cols, group, start), shape in zip(self.layout, shapes, strict=True):
-                packed = _core.pack(rng.standard_normal(shape).astype(np.float32), format, group)
+                w = rng.standard_normal(shape).astype(np.float32)
+                packed = make_matrix(w, format, group).data
                 record[start : start + packed.size] = packed
                 views.append(
                     _core.Matrix(record[start : start + packed.size], format, rows, cols, group)
@@ -77,6 +78,10 @@ def test_swiglu(
         [("bf16", 1)] * 3,
         [("q4", 64), ("q4", 32), ("f32", 1)],
         [("f16", 1), ("q8", 32), ("q4", 64)],
+        [("q8f", 16)] * 3,
+        [("f8", 128)] * 3,
+        [("q4a", 32), ("q4a", 32), ("q8f", 16)],  # a GGUF file of Q4_K and Q6_K
+        [("q4f", 64), ("q8a", 16), ("f8", 32)],
     ],
 )
 @pytest.mark.parametrize("num_tokens", [1, 9])

@@ -10,7 +10,7 @@ from headrace import _core, ops
 from headrace.errors import ConfigError, NumericError, ShapeError
 from headrace.ops import reference
 
-from .conftest import FORMATS, assert_same_bits, make_matrix
+from .conftest import FLOATS, FORMATS, KEPT, assert_same_bits, make_matrix
 
 Everywhere = Callable[[Callable[[], Any]], list[Any]]
 
@@ -66,6 +66,21 @@ def test_extreme_codes(everywhere: Everywhere, format: str) -> None:
     w = np.zeros((16, 64), np.float32)
     w[::2], w[1::2] = 8.0, -8.0
     matrix = make_matrix(w, format, 32)
+    _multiply_by_ones(everywhere, matrix)
+
+
+@pytest.mark.parametrize(("format", "group"), KEPT)
+def test_extreme_codes_from_elsewhere(everywhere: Everywhere, format: str, group: int) -> None:
+    lowest, highest = {"q4f": (-8, 7), "q4a": (0, 15), "f8": (0xFE, 0x7E)}.get(format, (-128, 127))
+    codes = np.full((16, 64), highest, np.uint8 if format == "f8" else np.int8)
+    codes[1::2] = lowest
+    scales = np.full((16, -(-64 // group)), 0.75, np.float32)
+    minimums = -scales if format in ("q8a", "q4a") else None
+    packed = _core.pack_codes(codes, scales, minimums, format, group)
+    _multiply_by_ones(everywhere, _core.Matrix(packed, format, 16, 64, group))
+
+
+def _multiply_by_ones(everywhere: Everywhere, matrix: _core.Matrix) -> None:
     x = np.ones((18, 64), np.float32)
     x[1, ::2] = -1.0
     expected = reference.linear(x, matrix)
@@ -111,15 +126,16 @@ def test_tiny_activations(everywhere: Everywhere, rng: np.random.Generator) -> N
 
 def test_linears_equal_linear(everywhere: Everywhere, rng: np.random.Generator) -> None:
     x = rng.standard_normal((5, 128)).astype(np.float32)
-    matrices = [
-        make_matrix(rng.standard_normal((40, 128)).astype(np.float32), format, group)
-        for format, group in FORMATS
-    ]
-    expected = [ops.linear(x, w) for w in matrices]
-    for got in everywhere(lambda: ops.linears(x, matrices)):
-        assert len(got) == len(expected)
-        for a, b in zip(got, expected, strict=True):
-            assert_same_bits(a, b)
+    for first in range(0, len(FORMATS), 6):
+        matrices = [
+            make_matrix(rng.standard_normal((40, 128)).astype(np.float32), format, group)
+            for format, group in FORMATS[first : first + 6]
+        ]
+        expected = [ops.linear(x, w) for w in matrices]
+        for got in everywhere(lambda: ops.linears(x, matrices)):  # noqa: B023
+            assert len(got) == len(expected)
+            for a, b in zip(got, expected, strict=True):
+                assert_same_bits(a, b)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -159,7 +175,7 @@ def test_quantised_product_is_near_the_real_one(
     x = rng.standard_normal((4, 512)).astype(np.float32)
     exact = x.astype(np.float64) @ _core.unpack(w).astype(np.float64).T
     error = np.abs(ops.linear(x, w) - exact).max() / np.abs(exact).std()
-    assert error < (1e-5 if format in ("f32", "f16", "bf16") else 0.05)
+    assert error < (1e-5 if format in FLOATS else 0.05)
 
 
 @pytest.mark.parametrize("isa", _core.available_isas())

@@ -32,6 +32,7 @@ from headrace.checkpoint.layout import (
     DENSE_NAME,
     FORMAT_NAME,
     FORMAT_VERSION,
+    KEPT,
     KINDS,
     MANIFEST_NAME,
     DenseTensor,
@@ -317,21 +318,23 @@ class _ManifestReader:
     ) -> None:
         """Raise CheckpointError unless every matrix is stored as the recipe says.
 
-        Routers keep the source's floating format whatever the recipe; so may any dense matrix.
+        Routers keep the source's floating format whatever the recipe; so may any dense matrix. What
+        a source had quantised may be kept as it was.
         """
         ruled = {(rule.format, rule.group) for rule in recipe.rules}
-        if layout is not None:
+        for matrix in layout.matrices if layout is not None else ():
             expected = (recipe.experts, recipe.group_of(recipe.experts))
-            for matrix in layout.matrices:
-                got = (matrix.format, matrix.group)
-                if got != expected and got not in ruled:
-                    raise self.error("experts.layout", f"{expected} by the recipe", got)
+            got = (matrix.format, matrix.group)
+            if matrix.format not in KEPT and got != expected and got not in ruled:
+                raise self.error("experts.layout", f"{expected} by the recipe", got)
         exact = {(format, 1) for format in FLOAT_FORMATS.values()}
         allowed = exact | ruled | {(recipe.dense, recipe.group_of(recipe.dense))}
         if recipe.head is not None:
             allowed.add((recipe.head, recipe.group_of(recipe.head)))
         for tensor in dense.values():
-            if tensor.kind == "matrix" and (tensor.format, tensor.group) not in allowed:
+            if tensor.kind != "matrix" or tensor.format in KEPT:
+                continue
+            if (tensor.format, tensor.group) not in allowed:
                 expected = (recipe.dense, recipe.group_of(recipe.dense))
                 where = f"dense.tensors.{tensor.name}"
                 raise self.error(where, f"{expected} by the recipe", (tensor.format, tensor.group))

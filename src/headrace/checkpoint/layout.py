@@ -22,7 +22,21 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "headrace.json"
 DENSE_NAME = "dense.safetensors"
 KINDS = ("matrix", "rows", "vector")
-_GROUPS = {"q4": (32, 64), "q8": (32,), "mxfp4": (32,), "bf16": (1,), "f16": (1,), "f32": (1,)}
+_GROUPS = {
+    "q4": (32, 64),
+    "q8": (32,),
+    "mxfp4": (32,),
+    "q8f": (16, 32),
+    "q8a": (16, 32),
+    "q4f": (32, 64),
+    "q4a": (32, 64),
+    "f8": (32, 128),
+    "bf16": (1,),
+    "f16": (1,),
+    "f32": (1,),
+}
+KEPT = ("q8f", "q8a", "q4f", "q4a", "f8")
+"""Formats that hold codes as a source had them: a container may, whatever its recipe says."""
 _SAFETENSORS_NAMES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 
 

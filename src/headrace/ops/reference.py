@@ -144,7 +144,7 @@ def _values(w: _core.Matrix) -> Float32:
 def linear(x: Float32, w: _core.Matrix) -> Float32:
     """See `headrace.ops.linear`."""
     acc = np.zeros((x.shape[0], w.rows), np.float32)
-    if w.format in quant.FLOATING:
+    if w.format in quant.FLOATING or w.format == "f8":
         values = _values(w)
         for k in range(w.cols):
             acc = fma(values[None, :, k], x[:, k, None], acc)
@@ -158,6 +158,10 @@ def linear(x: Float32, w: _core.Matrix) -> Float32:
         dot = codes[:, here].astype(np.int32) @ matrix.codes[:, here].astype(np.int32).T
         scale = scales[:, g, None] * matrix.scales[None, :, g]
         acc = fma(dot.astype(np.float32), scale, acc)
+        if matrix.minimums is not None:
+            total = codes[:, here].astype(np.int32).sum(axis=1)[:, None]
+            minimum = scales[:, g, None] * matrix.minimums[None, :, g]
+            acc = fma(total.astype(np.float32), minimum, acc)
     return acc
 
 
