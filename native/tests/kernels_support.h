@@ -1,6 +1,8 @@
 // What the programs that test the kernels and the thread pool share, beside check.h.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -12,6 +14,7 @@
 #include "check.h"
 #include "kernels/format.h"
 #include "kernels/pack.h"
+#include "kernels/small_float.h"
 
 namespace headrace::test {
 
@@ -57,9 +60,89 @@ struct Kind {
   Format format;
   int32_t group;
 };
-inline constexpr Kind kKinds[] = {{Format::F32, 1},   {Format::F16, 1}, {Format::BF16, 1},
-                                  {Format::Q8, 32},   {Format::Q4, 32}, {Format::Q4, 64},
-                                  {Format::MXFP4, 32}};
+inline constexpr Kind kKinds[] = {
+    {Format::F32, 1},  {Format::F16, 1},    {Format::BF16, 1}, {Format::Q8, 32},  {Format::Q4, 32},
+    {Format::Q4, 64},  {Format::MXFP4, 32}, {Format::Q8F, 16}, {Format::Q8F, 32}, {Format::Q8A, 16},
+    {Format::Q8A, 32}, {Format::Q4F, 32},   {Format::Q4F, 64}, {Format::Q4A, 32}, {Format::Q4A, 64},
+    {Format::F8, 32},  {Format::F8, 128}};
+
+// Weights as codes of a format that holds those of foreign checkpoints. The codes are found in the
+// simplest way, which is as good as any here: what they stand for is what tests compare.
+class ForeignCodes {
+ public:
+  ForeignCodes(const std::vector<float>& w, int32_t rows, int32_t cols, Kind kind)
+      : kind_(kind),
+        rows_(rows),
+        cols_(cols),
+        groups_(num_groups(cols, kind.group)),
+        codes_(w.size()),
+        scales_(static_cast<size_t>(rows * groups_)),
+        minimums_(scales_.size()) {
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t g = 0; g < groups_; ++g) round_group(w, row, g);
+    }
+  }
+
+  RowMajorCodes view() const {
+    return {codes_.data(), scales_.data(), has_minimum(kind_.format) ? minimums_.data() : nullptr,
+            rows_, cols_};
+  }
+
+ private:
+  void round_group(const std::vector<float>& w, int64_t row, int64_t g) {
+    const size_t first = static_cast<size_t>(row * cols_ + g * kind_.group);
+    const size_t count =
+        static_cast<size_t>(std::min<int64_t>(kind_.group, cols_ - g * kind_.group));
+    float least = 0.0f, most = 0.0f;
+    for (size_t i = first; i < first + count; ++i) {
+      least = std::min(least, w[i]);
+      most = std::max(most, w[i]);
+    }
+    const float low =
+        is_nibbles(kind_.format) ? (kind_.format == Format::Q4A ? 0.0f : -8.0f) : -128.0f;
+    const float steps = is_nibbles(kind_.format) ? 15.0f : 255.0f;
+    const float scale = (most - least) / steps;
+    const float minimum = has_minimum(kind_.format) ? least - low * scale : 0.0f;
+    const size_t at = static_cast<size_t>(row * groups_ + g);
+    scales_[at] = kind_.format == Format::F8 ? most - least : scale;
+    minimums_[at] = minimum;
+    for (size_t i = first; i < first + count; ++i) {
+      codes_[i] = kind_.format == Format::F8 ? e4m3_below(w[i] / scales_[at])
+                                             : code(w[i] - minimum, scale, low, low + steps);
+    }
+  }
+
+  static uint8_t code(float value, float scale, float low, float high) {
+    const float quotient = scale == 0.0f ? 0.0f : std::nearbyint(value / scale);
+    return static_cast<uint8_t>(static_cast<int8_t>(std::clamp(quotient, low, high)));
+  }
+
+  // The largest e4m3 number not above a magnitude of at most 1, with its sign.
+  static uint8_t e4m3_below(float value) {
+    if (!(std::fabs(value) <= 1.0f)) return 0;
+    uint8_t bits = 0x38;  // 1
+    while (e4m3_times(bits, 1.0f) > std::fabs(value)) --bits;
+    return static_cast<uint8_t>(bits | (value < 0.0f ? 0x80 : 0));
+  }
+
+  Kind kind_;
+  int32_t rows_, cols_;
+  int64_t groups_;
+  std::vector<uint8_t> codes_;
+  std::vector<float> scales_, minimums_;
+};
+
+// Packs weights in any format: rounded as `convert` does, or by ForeignCodes.
+inline void pack_any(ThreadPool& pool, const std::vector<float>& w, int32_t rows, int32_t cols,
+                     Kind kind, std::byte* packed) {
+  if (kind.format >= Format::Q8F) {
+    pack_codes(pool, ForeignCodes(w, rows, cols, kind).view(), kind.format, kind.group, "w",
+               packed);
+  } else {
+    const RowMajor source{reinterpret_cast<const std::byte*>(w.data()), Format::F32, rows, cols};
+    pack(pool, source, kind.format, kind.group, "w", packed);
+  }
+}
 
 // Packed bytes at a multiple of 64, in a buffer of exactly their size.
 class Packed {
@@ -68,8 +151,7 @@ class Packed {
       : bytes_(packed_bytes(kind.format, rows, cols, kind.group)),
         data_(static_cast<std::byte*>(
             ::operator new(static_cast<size_t>(bytes_), std::align_val_t{64}))) {
-    const RowMajor source{reinterpret_cast<const std::byte*>(w.data()), Format::F32, rows, cols};
-    pack(pool, source, kind.format, kind.group, "w", data_);
+    pack_any(pool, w, rows, cols, kind, data_);
     view_ = {data_, kind.format, rows, cols, kind.group};
   }
   ~Packed() { ::operator delete(data_, std::align_val_t{64}); }
@@ -109,9 +191,7 @@ inline Experts make_experts(ThreadPool& pool, Random& random, Kind kind, int32_t
     experts.pointers.push_back(record);
     for (const ExpertMatrix& m : {experts.layout.gate, experts.layout.up, experts.layout.down}) {
       const std::vector<float> w = random.floats(int64_t{m.rows} * m.cols);
-      const RowMajor source{reinterpret_cast<const std::byte*>(w.data()), Format::F32, m.rows,
-                            m.cols};
-      pack(pool, source, m.format, m.group, "w", record + m.offset);
+      pack_any(pool, w, m.rows, m.cols, kind, record + m.offset);
     }
   }
   return experts;

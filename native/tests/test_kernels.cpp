@@ -97,8 +97,8 @@ void test_rows_from_and_to_places() {
     const Packed w(one, random.floats(kRows * kCols), kRows, kCols, kind);
     const std::vector<float> x = random.floats(20 * kCols);
     const std::vector<float> rows = one_row_products(one, x, 20, w.view());
-    const auto codes =
-        QuantisedRows::of(one, x.data(), 20, kCols, std::max(kind.group, 32), "test");
+    const int32_t group = is_quantised(kind.format) ? kind.group : 32;
+    const auto codes = QuantisedRows::of(one, x.data(), 20, kCols, group, "test");
     for (Isa isa : available_isas()) {
       for (int32_t num_rows = 1; num_rows <= kMost; ++num_rows) {
         std::vector<float> out(kMost * kRows, -1.0f);
