@@ -109,14 +109,13 @@ void read_named(const std::vector<NamedRequest>& requests, int32_t readers, int6
 // The repacking kernel is given to the store here, so that neither knows the other.
 constexpr store::Repack repack_rows = &interleave_rows;
 
-std::shared_ptr<ExpertStore> open_store(std::vector<std::string> files, std::vector<int32_t> layers,
-                                        int32_t num_experts, const MatrixTuple& gate,
-                                        const MatrixTuple& up, const MatrixTuple& down,
-                                        int64_t record_bytes, const Table<int32_t, 3>& file,
-                                        const Table<int64_t, 3>& offset,
-                                        const Table<int64_t, 3>& length,
-                                        const std::optional<Table<uint64_t, 2>>& checksum,
-                                        bool in_place, const store::Options& options) {
+std::shared_ptr<ExpertStore> open_store(
+    std::vector<std::string> files, std::vector<int32_t> layers, int32_t num_experts,
+    const MatrixTuple& gate, const MatrixTuple& up, const MatrixTuple& down, int64_t record_bytes,
+    const Table<int32_t, 3>& file, const Table<int64_t, 3>& offset, const Table<int64_t, 3>& length,
+    const std::optional<Table<uint64_t, 2>>& checksum, bool in_place,
+    std::vector<int32_t> drive_of_file, const Table<int64_t, 2>& copies,
+    const store::Options& options) {
   store::RecordTable table;
   table.files = std::move(files);
   table.layers = std::move(layers);
@@ -132,6 +131,14 @@ std::shared_ptr<ExpertStore> open_store(std::vector<std::string> files, std::vec
   }
   if (checksum) table.checksums.assign(checksum->data(), checksum->data() + checksum->size());
   if (in_place) table.repack = repack_rows;
+  table.drive_of_file = std::move(drive_of_file);
+  if (copies.shape(1) != 3) {
+    throw Error(ErrorKind::Shape, "copies of records are not rows of record, file and offset");
+  }
+  for (size_t i = 0; i < copies.shape(0); ++i) {
+    const int64_t* row = copies.data() + 3 * i;
+    table.copies.push_back({static_cast<int32_t>(row[0]), static_cast<int32_t>(row[1]), row[2]});
+  }
   return ExpertStore::open(std::move(table), options);
 }
 
@@ -147,6 +154,7 @@ std::map<std::string, int64_t> stats_map(const ExpertStore& store) {
           {"prefetch_bytes", stats.prefetch_bytes},
           {"reread_bytes", stats.reread_bytes},
           {"failed_reads", stats.failed_reads},
+          {"failed_copies", stats.failed_copies},
           {"cancelled", stats.cancelled},
           {"stolen", stats.stolen},
           {"stall_ns", stats.stall_ns},
@@ -307,16 +315,21 @@ void bind_expert_store(nb::module_& m) {
                        const std::optional<Table<uint64_t, 2>>& checksum, bool in_place,
                        int32_t num_slots, int32_t num_readers, int64_t block_bytes,
                        int32_t read_ahead, bool direct, double half_life_tokens, bool lock,
-                       const std::string& policy) {
+                       const std::string& policy, std::vector<int32_t> drive_of_file,
+                       const Table<int64_t, 2>& copies,
+                       const std::vector<std::pair<int32_t, double>>& drives) {
+             store::Options options{
+                 num_slots, num_readers,      block_bytes, read_ahead,
+                 direct,    half_life_tokens, lock,        store::parse_policy(policy)};
+             for (const auto& [readers, rate] : drives) options.drives.push_back({readers, rate});
              return open_store(std::move(files), std::move(layers), num_experts, gate, up, down,
                                record_bytes, file, offset, length, checksum, in_place,
-                               {num_slots, num_readers, block_bytes, read_ahead, direct,
-                                half_life_tokens, lock, store::parse_policy(policy)});
+                               std::move(drive_of_file), copies, options);
            }),
            nb::kw_only(), "files"_a, "layers"_a, "num_experts"_a, "gate"_a, "up"_a, "down"_a,
            "record_bytes"_a, "file"_a, "offset"_a, "length"_a, "checksum"_a.none(), "in_place"_a,
            "num_slots"_a, "num_readers"_a, "block_bytes"_a, "read_ahead"_a, "direct"_a,
-           "half_life_tokens"_a, "lock"_a, "policy"_a)
+           "half_life_tokens"_a, "lock"_a, "policy"_a, "drive_of_file"_a, "copies"_a, "drives"_a)
       .def(
           "acquire",
           [](ExpertStore& store, int32_t layer, const Table<int32_t, 2>& ids) {
@@ -378,6 +391,19 @@ void bind_expert_store(nb::module_& m) {
       .def_prop_ro("num_slots", &ExpertStore::num_slots)
       .def_prop_ro("num_free_slots", &ExpertStore::num_free_slots)
       .def("stats", &stats_map)
+      .def(
+          "drive_stats",
+          [](const ExpertStore& store) {
+            std::vector<std::tuple<int64_t, int64_t, double, int64_t, bool>> rows;
+            for (const store::DriveStats& one : store.drive_stats()) {
+              rows.emplace_back(one.bytes_read, one.busy_ns, one.bytes_per_s, one.num_failed,
+                                one.is_given_up);
+            }
+            return rows;
+          },
+          "(bytes read, busy ns, bytes per second expected, failed copies, given up) of each "
+          "drive.")
+      .def("copy_error", &ExpertStore::copy_error)
       .def("close", &ExpertStore::close, nb::call_guard<nb::gil_scoped_release>())
       .def("debug_check", &ExpertStore::debug_check);
 }

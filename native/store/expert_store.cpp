@@ -11,6 +11,7 @@ namespace headrace::store {
 namespace {
 
 constexpr int32_t kMinSlots = 2;
+constexpr double kUsualBytesPerS = 1e9;  // of a drive alone: nothing depends on it
 
 int64_t elapsed_ns(std::chrono::steady_clock::time_point since) {
   const auto duration = std::chrono::steady_clock::now() - since;
@@ -28,6 +29,12 @@ void check_options(const Options& options) {
   require(options.block_bytes >= io::kAlignment, "block_bytes must be at least 4096",
           options.block_bytes);
   require(options.read_ahead >= 1, "read_ahead must be at least 1", options.read_ahead);
+  for (const DriveOptions& drive : options.drives) {
+    require(drive.num_readers >= 1 && drive.num_readers <= 256,
+            "readers of a drive must be 1 to 256", drive.num_readers);
+    require(drive.bytes_per_s > 0, "bandwidth of a drive must be positive",
+            static_cast<int64_t>(drive.bytes_per_s));
+  }
   require(options.half_life_tokens > 0, "half_life_tokens must be positive",
           static_cast<int64_t>(options.half_life_tokens));
 }
@@ -65,7 +72,9 @@ ExpertStore::ExpertStore(RecordTable table, const Options& options)
     if (row_of_layer_.size() <= layer) row_of_layer_.resize(layer + 1, -1);
     row_of_layer_[layer] = static_cast<int32_t>(row);
   }
-  readers_ = std::make_unique<io::ReadPool>(options.num_readers);
+  const DriveOptions only{options.num_readers, kUsualBytesPerS};
+  readers_ = std::make_unique<Drives>(
+      table_, options.drives.empty() ? std::span(&only, 1) : std::span(options.drives));
 }
 
 ExpertStore::~ExpertStore() { close(); }
@@ -450,8 +459,29 @@ void ExpertStore::start_load_locked(int32_t record, int32_t slot, io::Priority p
     return;
   }
   if (priority == io::Priority::Advice) advised_.push_back(slot);
-  target.load = std::make_shared<Load>(*this, record, slot, priority);
-  readers_->submit(target.load, priority);
+  const int32_t place = readers_->choose(record, priority, 0);
+  target.load = std::make_shared<Load>(*this, record, slot, priority, place, 0);
+  readers_->submit(target.load, record, place, priority);
+}
+
+// The record could not be had where it was read: reads it at another of its places into the same
+// slot. False if there is none left.
+bool ExpertStore::read_elsewhere_locked(Load& load, const std::string& error) {
+  if (is_closed_) return false;
+  const int32_t record = load.record();
+  readers_->failed(record, load.place(), load.is_damaged());
+  if (load.place() > 0) {
+    ++stats_.failed_copies;
+    if (copy_error_.empty()) copy_error_ = error;
+  }
+  Slot& slot = slots_[at(load.slot())];
+  const io::Priority priority = slot.pins > 0 ? io::Priority::Demand : load.priority();
+  const int32_t place = readers_->choose(record, priority, load.tried());
+  if (place < 0) return false;
+  slot.load =
+      std::make_shared<Load>(*this, record, load.slot(), load.priority(), place, load.tried());
+  readers_->submit(slot.load, record, place, priority);
+  return true;
 }
 
 void ExpertStore::count_bytes_locked(int32_t record, io::Priority priority, int64_t bytes) {
@@ -463,6 +493,8 @@ void ExpertStore::count_bytes_locked(int32_t record, io::Priority priority, int6
 // On a reader thread: the record is in its slot, or `error` says why not.
 void ExpertStore::loaded(Load& load, std::string error, int64_t bytes_read) {
   const std::scoped_lock lock(mutex_);
+  readers_->ended(load);
+  if (!error.empty() && read_elsewhere_locked(load, error)) return;
   Slot& slot = slots_[at(load.slot())];
   slot.load.reset();
   if (load.priority() == io::Priority::Advice) std::erase(advised_, load.slot());
@@ -596,6 +628,16 @@ Stats ExpertStore::stats() const {
   snapshot.is_direct =
       std::all_of(files_.begin(), files_.end(), [](const auto& file) { return file->is_direct(); });
   return snapshot;
+}
+
+std::vector<DriveStats> ExpertStore::drive_stats() const {
+  const std::scoped_lock lock(mutex_);
+  return readers_->drive_stats();
+}
+
+std::string ExpertStore::copy_error() const {
+  const std::scoped_lock lock(mutex_);
+  return copy_error_;
 }
 
 std::string ExpertStore::debug_check() const {

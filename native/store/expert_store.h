@@ -6,9 +6,8 @@
 // that ends early unpins its slots, and a read still in flight completes into the cache.
 //
 // What later work attaches, and where: lookahead is one more caller of prefetch() and reads its
-// worth from the stats; several drives give a record several RecordPart lists and the store several
-// ReadPools, chosen in start_load_locked; tuning sets Options; a trace is written in acquire(),
-// where every routed id passes, and replayed through Policy alone.
+// worth from the stats; tuning sets Options; a trace is written in acquire(), where every routed id
+// passes, and replayed through Policy alone.
 #pragma once
 
 #include <atomic>
@@ -29,6 +28,7 @@
 #include "io/load.h"
 #include "io/memory.h"
 #include "io/read_pool.h"
+#include "store/drives.h"
 #include "store/policy.h"
 #include "store/trace.h"
 
@@ -53,10 +53,12 @@ struct RecordTable {
   std::vector<int32_t> layers;  // the model's layer number of each row of the table
   int32_t num_experts = 0;
   ExpertLayout layout{};
-  int32_t parts_per_record = 1;     // 1 packed, 3 in place
-  std::vector<RecordPart> parts;    // [layers, experts, parts_per_record]
-  std::vector<uint64_t> checksums;  // [layers, experts] of packed records, or empty
-  Repack repack = nullptr;          // set when in place
+  int32_t parts_per_record = 1;        // 1 packed, 3 in place
+  std::vector<RecordPart> parts;       // [layers, experts, parts_per_record]
+  std::vector<uint64_t> checksums;     // [layers, experts] of packed records, or empty
+  Repack repack = nullptr;             // set when in place
+  std::vector<int32_t> drive_of_file;  // may be shorter than files: the rest lie on drive 0
+  std::vector<RecordCopy> copies;      // of packed records, in files that `files` names, too
 };
 
 struct Options {
@@ -68,6 +70,7 @@ struct Options {
   double half_life_tokens = 32.0;
   bool lock = false;  // slots are never swapped out
   PolicyKind policy = PolicyKind::Frequency;
+  std::vector<DriveOptions> drives;  // empty: one, read by num_readers, which else is their sum
 };
 
 struct Stats {
@@ -82,6 +85,7 @@ struct Stats {
   int64_t prefetch_bytes = 0;  // for prefetch and warm
   int64_t reread_bytes = 0;    // part of the two above: records that had been read before
   int64_t failed_reads = 0;    // records; their bytes count nowhere
+  int64_t failed_copies = 0;   // records read elsewhere because a place had no good copy
   int64_t cancelled = 0;       // requests withdrawn because their lease ended before the read began
   int64_t stolen = 0;    // records a lease lost before it used them, so that another could go on
   int64_t stall_ns = 0;  // time next_ready waited
@@ -194,6 +198,8 @@ class ExpertStore final : public RecordSource, public std::enable_shared_from_th
   int32_t num_slots() const;
   int32_t num_free_slots() const;  // of these, those that hold no record
   Stats stats() const;
+  std::vector<DriveStats> drive_stats() const;
+  std::string copy_error() const;  // why the first copy failed; empty if none did
   const RecordTable& table() const { return table_; }
 
   // Withdraws what is queued, waits for the reads in flight, ends the readers. Leases still alive
@@ -227,6 +233,7 @@ class ExpertStore final : public RecordSource, public std::enable_shared_from_th
   void release(Lease& lease);
   void fail_leases_locked(int32_t slot, const std::string& error);
   void loaded(Load& load, std::string error, int64_t bytes_read);
+  bool read_elsewhere_locked(Load& load, const std::string& error);
 
   void route_locked(const Visit& visit);
   bool hold_locked(Lease::Item& item);
@@ -274,7 +281,9 @@ class ExpertStore final : public RecordSource, public std::enable_shared_from_th
   bool has_stopped_ = false;  // and nothing is in flight
   Stats stats_;
 
-  std::unique_ptr<io::ReadPool> readers_;  // last: its threads use all of the above
+  std::string copy_error_;
+
+  std::unique_ptr<Drives> readers_;  // last: its threads use all of the above
 };
 
 }  // namespace headrace::store

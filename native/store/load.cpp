@@ -99,8 +99,14 @@ void check_table(const RecordTable& table) {
   }
 }
 
-ExpertStore::Load::Load(ExpertStore& store, int32_t record, int32_t slot, io::Priority priority)
-    : store_(store), record_(record), slot_(slot), priority_(priority) {
+ExpertStore::Load::Load(ExpertStore& store, int32_t record, int32_t slot, io::Priority priority,
+                        int32_t place, Drives::Places tried)
+    : store_(store),
+      record_(record),
+      slot_(slot),
+      priority_(priority),
+      place_(place),
+      tried_(tried | Drives::Places{1} << place) {
   const ExpertLayout& layout = store.table_.layout;
   const int64_t block_bytes = store.options_.block_bytes;
   if (store.table_.repack == nullptr) {
@@ -126,19 +132,25 @@ ExpertStore::Load::Rows ExpertStore::Load::rows(int32_t index) const {
   }
 }
 
+RecordPart ExpertStore::Load::part(int32_t index) const {
+  if (place_ == 0) return store_.parts(record_)[at(index)];
+  const RecordCopy& copy = store_.readers_->copy(record_, place_);
+  return {copy.file, copy.offset, store_.table_.layout.record_bytes};
+}
+
 io::ReadBlock ExpertStore::Load::block(int32_t index) const {
-  const std::span<const RecordPart> parts = store_.parts(record_);
   if (store_.table_.repack == nullptr) {
-    const int64_t step = packed_block_bytes(parts[0].length, store_.options_.block_bytes);
+    const RecordPart whole = part(0);
+    const int64_t step = packed_block_bytes(whole.length, store_.options_.block_bytes);
     const int64_t start = index * step;
-    return {store_.files_[at(parts[0].file)].get(), parts[0].offset + start,
-            std::min(step, parts[0].length - start), store_.slot_data(slot_) + start};
+    return {store_.files_[at(whole.file)].get(), whole.offset + start,
+            std::min(step, whole.length - start), store_.slot_data(slot_) + start};
   }
   const Rows run = rows(index);
   const int64_t bytes = row_bytes(matrix(store_.table_.layout, run.part));
-  const RecordPart& part = parts[at(run.part)];
-  return {store_.files_[at(part.file)].get(), part.offset + run.first * bytes, run.count * bytes,
-          nullptr};
+  const RecordPart matrix_part = part(run.part);
+  return {store_.files_[at(matrix_part.file)].get(), matrix_part.offset + run.first * bytes,
+          run.count * bytes, nullptr};
 }
 
 void ExpertStore::Load::consume(int32_t index, std::byte* bytes) {
@@ -169,27 +181,28 @@ void ExpertStore::Load::finished(const std::optional<io::ReadFailure>& failure,
                                  int64_t bytes_read) {
   std::string error = failure ? read_error(*failure) : weight_error();
   if (error.empty()) error = checksum_error();
+  is_damaged_ = !failure && !error.empty();
   store_.loaded(*this, std::move(error), bytes_read);
 }
 
-std::string ExpertStore::Load::place() const {
+std::string ExpertStore::Load::name() const {
   const int32_t row = record_ / store_.table_.num_experts;
   return "layer " + std::to_string(store_.table_.layers[at(row)]) + ", expert " +
          std::to_string(record_ % store_.table_.num_experts);
 }
 
 std::string ExpertStore::Load::read_error(const io::ReadFailure& failure) const {
-  if (failure.error == io::kStopped) return "the expert store was closed while it read " + place();
-  std::string where = place();
+  if (failure.error == io::kStopped) return "the expert store was closed while it read " + name();
+  std::string where = name();
   io::ReadFailure whole = failure;  // reported against the whole range, as the table names it
-  const std::span<const RecordPart> parts = store_.parts(record_);
-  for (size_t i = 0; i < parts.size(); ++i) {
-    const RecordPart& part = parts[i];
+  const int32_t num_parts = store_.table_.parts_per_record;
+  for (int32_t i = 0; i < num_parts; ++i) {
+    const RecordPart part = this->part(i);
     if (store_.files_[at(part.file)].get() != failure.file || failure.offset < part.offset ||
         failure.offset >= part.offset + part.length) {
       continue;
     }
-    if (parts.size() > 1) where += std::string(", matrix ") + kPartNames[i];
+    if (num_parts > 1) where += std::string(", matrix ") + kPartNames[at(i)];
     whole.offset = part.offset;
     whole.expected = part.length;
     whole.got = failure.offset - part.offset + failure.got;
@@ -211,9 +224,9 @@ std::string ExpertStore::Load::weight_error() const {
   while (index >= num_values(matrix(store_.table_.layout, part)))
     index -= num_values(matrix(store_.table_.layout, part++));
   const ExpertMatrix& one = matrix(store_.table_.layout, part);
-  const RecordPart& place = store_.parts(record_)[at(part)];
-  return "expert weight is not finite: " + this->place() + ", matrix " + kPartNames[at(part)] +
-         ", file " + store_.files_[at(place.file)]->path() +
+  const RecordPart place = this->part(part);
+  return "expert weight is not finite: " + name() + ", matrix " + kPartNames[at(part)] + ", file " +
+         store_.files_[at(place.file)]->path() +
          "\nexpected finite values only, got a NaN or infinity at index [" +
          std::to_string(index / one.cols) + ", " + std::to_string(index % one.cols) + "], offset " +
          std::to_string(place.offset + index * element_bytes(one.format)) +
@@ -228,8 +241,8 @@ std::string ExpertStore::Load::checksum_error() const {
   const uint64_t got =
       io::checksum({store_.slot_data(slot_), static_cast<size_t>(table.layout.record_bytes)});
   if (got == expected) return "";
-  const RecordPart& part = store_.parts(record_)[0];
-  return "expert record is damaged: " + place() + ", file " + store_.files_[at(part.file)]->path() +
+  const RecordPart part = this->part(0);
+  return "expert record is damaged: " + name() + ", file " + store_.files_[at(part.file)]->path() +
          "\nexpected checksum " + io::hex(expected) + " for " + std::to_string(part.length) +
          " bytes at offset " + std::to_string(part.offset) + ", got " + io::hex(got) +
          "\nhint: run `headrace inspect --verify MODEL`, then convert or copy the model again";

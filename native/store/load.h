@@ -17,13 +17,19 @@ namespace headrace::store {
 // Throws Error(Checkpoint) unless the table's sizes, ranges and layout agree with each other.
 void check_table(const RecordTable& table);
 
-class ExpertStore::Load final : public io::ReadJob {
+class ExpertStore::Load final : public DriveJob {
  public:
-  Load(ExpertStore& store, int32_t record, int32_t slot, io::Priority priority);
+  // From one of the record's places, others having been tried.
+  Load(ExpertStore& store, int32_t record, int32_t slot, io::Priority priority, int32_t place,
+       Drives::Places tried);
 
   int32_t record() const { return record_; }
   int32_t slot() const { return slot_; }
   io::Priority priority() const { return priority_; }
+  int32_t place() const { return place_; }
+  Drives::Places tried() const { return tried_; }
+  // Once it failed: all bytes came, and are wrong.
+  bool is_damaged() const { return is_damaged_; }
 
   int32_t num_blocks() const override { return num_blocks_; }
   io::ReadBlock block(int32_t index) const override;
@@ -42,12 +48,16 @@ class ExpertStore::Load final : public io::ReadJob {
   std::string read_error(const io::ReadFailure& failure) const;
   std::string weight_error() const;    // empty if every weight repacked is a finite number
   std::string checksum_error() const;  // empty if the bytes are right
-  std::string place() const;
+  std::string name() const;
+  RecordPart part(int32_t index) const;  // where it is read
 
   ExpertStore& store_;
   int32_t record_;
   int32_t slot_;
   io::Priority priority_;
+  int32_t place_;
+  Drives::Places tried_;  // this place, too
+  bool is_damaged_ = false;
   int32_t num_blocks_ = 0;
   // First NaN or infinity over gate, up and down taken as one run of values, whichever thread saw
   // it; read after the last block.

@@ -24,6 +24,7 @@ ISAS = ("auto", "scalar", "avx2", "avx512", "amx", "neon", "neon-i8mm")
 # How a drive is read that nobody measured.
 DEFAULT_READERS = 4
 DEFAULT_BLOCK_BYTES = 1 << 20
+MOST_DRIVES = 32
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {
@@ -97,6 +98,13 @@ class ExpertConfig:
         default=None,
         metadata={"help": "read past the page cache (O_DIRECT); as measured if not given"},
     )
+    drive: tuple[Path, ...] = field(
+        default=(),
+        metadata={
+            "help": "a folder on a further drive, with files of experts moved there, or copies "
+            "that `headrace mirror stage` wrote; may be repeated"
+        },
+    )
     read_ahead: int = field(default=16, metadata={"help": "records of a lease read ahead of use"})
     half_life_tokens: int = field(
         default=32, metadata={"help": "tokens after which a routed count weighs half"}
@@ -151,6 +159,16 @@ class ExpertConfig:
                 and self.block_bytes <= 1 << 30
             ),
             "block_bytes", "auto or a multiple of 4096 up to 1 GiB", self.block_bytes,
+        )  # fmt: skip
+        _require(
+            isinstance(self.drive, tuple)
+            and all(isinstance(path, Path) for path in self.drive)
+            and len(set(self.drive)) == len(self.drive) < MOST_DRIVES,
+            "drive", f"fewer than {MOST_DRIVES} folders, each once", self.drive,
+        )  # fmt: skip
+        _require(
+            self.verify or not self.drive,
+            "verify", "True where records are read from copies (option `drive`)", self.verify,
         )  # fmt: skip
         _require(
             _is_count(self.read_ahead, 1) and self.read_ahead <= 1 << 20,

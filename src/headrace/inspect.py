@@ -4,7 +4,7 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -50,14 +50,18 @@ PIECE_BYTES = 64 << 20
 """Tensors without a checksum are read in such pieces."""
 
 
-def open_model(path: Path) -> tuple[ModelSpec, Checkpoint]:
+def open_model(path: Path, drives: Sequence[Path] = ()) -> tuple[ModelSpec, Checkpoint]:
     """Open a checkpoint of any kind together with its spec, and compare the two.
+
+    Args:
+        path: of the checkpoint.
+        drives: as `open_checkpoint` takes them.
 
     Raises:
         CheckpointError, ConfigError, UnsupportedModelError: as `load_spec` and `open_checkpoint`.
     """
     spec = load_spec(read_config(path))
-    checkpoint = open_checkpoint(path, expert_names(spec))
+    checkpoint = open_checkpoint(path, expert_names(spec), drives)
     check_weights(spec, checkpoint)
     return spec, checkpoint
 

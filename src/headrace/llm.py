@@ -35,7 +35,7 @@ from headrace.engine.sequence import State, TokenLogprob
 from headrace.errors import CheckpointError, ConfigError, RequestError
 from headrace.experts import ExpertStore, History, StoreStats
 from headrace.experts.history import default_path
-from headrace.experts.reading import observe_run, resolve_reading
+from headrace.experts.reading import drive_rates, observe_run, resolve_reading
 from headrace.inspect import open_model
 from headrace.metrics import (
     Receipt,
@@ -121,7 +121,7 @@ class LLM:
         # so it only notes them, and the next step or submission ends them.
         self._abandoned: deque[TokenSequence] = deque()
         self._set_up_kernels()
-        self.spec, self.checkpoint = open_model(self.path)
+        self.spec, self.checkpoint = open_model(self.path, self.config.experts.drive)
         self.generation_config = self.checkpoint.generation_config
         self._warn_of_ignored_fields()
         self._load()
@@ -225,6 +225,7 @@ class LLM:
             lock=self.config.lock_memory,
             fingerprint=self.checkpoint.fingerprint,
             other_bytes=self.plan.other_bytes,
+            drive_bytes_per_s=drive_rates(self._reading, records),
         )
         if self.plan.is_resident:
             store.warm_all()  # every record is wanted once: the drive need not wait for the router
@@ -444,6 +445,7 @@ class LLM:
             bytes_read_per_token=_rate(usage.decode_bytes_read, decode_tokens),
             drive_busy_s=busy_s,
             drive_bytes_per_s=_rate(bytes_read + usage.prefetch_bytes, busy_s),
+            drives=self._drives(usage.drive_bytes),
             prefetch_bytes=usage.prefetch_bytes,
             stall_s=usage.stall_ns / 1e9,
             steps=usage.steps,
@@ -465,6 +467,20 @@ class LLM:
             slots_given_back=moves.slots_given_back,
             slots_taken_again=moves.slots_taken_again,
             give_backs=moves.give_backs,
+        )
+
+    def _drives(self, bytes_read: tuple[int, ...]) -> tuple[dict[str, Any], ...]:
+        """What each of several drives gave an answer; failures are those since the start."""
+        drives = self.store.drives() if self.store is not None else []
+        return tuple(
+            {
+                "path": drive.path,
+                "bytes_read": count,
+                "share": _rate(count, sum(bytes_read)),
+                "failed_copies": drive.failed_copies,
+                "is_given_up": drive.is_given_up,
+            }
+            for drive, count in zip(drives, bytes_read, strict=False)
         )
 
     def _huge_pages_bytes(self) -> int:
@@ -489,12 +505,12 @@ class LLM:
         """Tell what remembers how to read this drive how fast it was, but for a model read whole:
         that goes into memory never touched before, which some hosts give more slowly than a drive.
         """
-        if not self.plan.is_resident:
-            observe_run(
-                self._reading,
-                bytes_read=stats.bytes_read + stats.prefetch_bytes,
-                busy_s=stats.drive_busy_ns / 1e9,
-            )
+        if self.plan.is_resident or self.store is None:
+            return
+        count, busy_ns = stats.bytes_read + stats.prefetch_bytes, stats.drive_busy_ns
+        for own in self.store.drives()[:1]:  # of several, the model's
+            count, busy_ns = own.bytes_read, own.busy_ns
+        observe_run(self._reading, bytes_read=count, busy_s=busy_ns / 1e9)
 
     def __enter__(self) -> Self:
         return self
@@ -655,7 +671,7 @@ def open_history(path: Path, checkpoint: Checkpoint, config: EngineConfig) -> Hi
 def plan_model(model: str | Path, config: EngineConfig) -> MemoryPlan:
     """Plan a model's memory without loading it."""
     path = resolve_model(model)
-    spec, checkpoint = open_model(path)
+    spec, checkpoint = open_model(path, config.experts.drive)
     history = open_history(path, checkpoint, config)
     threads = ops.num_threads() if config.threads == "auto" else config.threads
     counts = None if history is None else history.counts

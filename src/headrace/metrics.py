@@ -37,7 +37,8 @@ class Receipt:
     decode_bytes_read: int
     bytes_read_per_token: float  # decode_bytes_read per decoded token
     drive_busy_s: float  # time with at least one read in flight
-    drive_bytes_per_s: float  # bytes_read / drive_busy_s
+    drive_bytes_per_s: float  # bytes_read / drive_busy_s, of all drives / of the busiest
+    drives: tuple[dict[str, Any], ...]  # of several: path, bytes_read, share, failed copies
     prefetch_bytes: int  # read on advice: warming from the history, lookahead
     stall_s: float  # time computing waited for bytes
     steps: int
@@ -83,6 +84,8 @@ class Receipt:
                 f"{self.drive_bytes_per_s / 1e9:.2f} GB/s by {self.readers} readers "
                 f"({self.readers_from}) · stall {self.stall_s:.2f} s"
             )
+        if self.drives:
+            lines.append("drives " + " · ".join(map(_drive_text, self.drives)))
         lines.append(
             f"memory peak {format_bytes(self.peak_memory_bytes)} "
             f"of {format_bytes(self.memory_ceiling_bytes)} granted"
@@ -94,6 +97,13 @@ class Receipt:
             + (f" · lossy: {self.lossy}" if self.lossy else "")
         )
         return lines
+
+
+def _drive_text(drive: dict[str, Any]) -> str:
+    text = f"{drive['path']} {format_bytes(drive['bytes_read'])} ({100 * drive['share']:.0f} %)"
+    if drive["failed_copies"]:
+        text += f", {drive['failed_copies']} copies failed"
+    return text + (", given up" if drive["is_given_up"] else "")
 
 
 def format_bytes(count: float) -> str:

@@ -376,6 +376,7 @@ def _fixed_parts(
     if interpreter_bytes is None:
         interpreter_bytes = INTERPRETER_BYTES + TOKENIZER_FACTOR * sizes.tokenizer_bytes
     num_readers = config.experts.num_readers if sizes.num_records else 0
+    num_readers *= 1 + len(config.experts.drive)
     return {
         "interpreter_bytes": interpreter_bytes,
         "dense_bytes": sizes.dense_bytes,

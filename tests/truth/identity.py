@@ -8,6 +8,7 @@ logits.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from headrace.arrays import Float32, Int32
 from headrace.config import EngineConfig, ExpertConfig, SamplingParams, resolve_sampling
 from headrace.engine.loop import EngineLoop
 from headrace.engine.sequence import State
-from headrace.experts import ExpertStore, History
+from headrace.experts import DriveUse, ExpertStore, History
 from headrace.inspect import open_model
 from headrace.models.registry import build_model
 
@@ -132,6 +133,7 @@ class Setting:
     prefetch: bool = False
     together: bool = False  # both prompts in the same steps
     resize: tuple[int, ...] = ()  # slots after each step, in turn
+    harm: Callable[[int], None] = lambda step: None  # called before each step with its number
 
 
 @dataclass
@@ -141,6 +143,7 @@ class Run:
     ids: list[list[int]]
     logits: list[bytes]
     stats: object
+    drives: list[DriveUse]
     errors: list[Exception | None]
 
 
@@ -164,6 +167,7 @@ class _Recorder:
                 self._store.prefetch(layer, wanted[None].astype(np.int32))
         if self._setting.resize:
             self._store.resize(self._setting.resize[self.steps % len(self._setting.resize)])
+        self._setting.harm(self.steps)
         self.steps += 1
         logits = self._model(ids, rows, kv, experts, logits_rows)  # type: ignore[operator]
         self.rows.append(logits.copy())
@@ -172,7 +176,7 @@ class _Recorder:
 
 def run(path: Path, setting: Setting) -> Run:
     """Generate greedily from both prompts and keep the logits."""
-    spec, checkpoint = open_model(path)
+    spec, checkpoint = open_model(path, setting.experts.drive)
     assert checkpoint.records is not None
     model = build_model(spec, checkpoint)
     config = EngineConfig(sequences=2, experts=setting.experts)
@@ -212,6 +216,7 @@ def run(path: Path, setting: Setting) -> Run:
             ids=[list(sequence.tokens) for sequence in sequences],
             logits=[every[order].tobytes(), *(values.tobytes() for values in logprobs)],
             stats=store.stats(),
+            drives=store.drives(),
             errors=[sequence.error for sequence in sequences],
         )
 

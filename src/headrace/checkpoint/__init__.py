@@ -1,5 +1,6 @@
 """Checkpoints: what a model's files hold and where, checked at the door. Loads no model."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from headrace.checkpoint.gguf import GgufCheckpoint, config_from_metadata
 from headrace.checkpoint.gguf_header import read_header
 from headrace.checkpoint.huggingface import HuggingFaceCheckpoint
 from headrace.checkpoint.records import ExpertNames, MatrixLayout, RecordLayout, RecordTable
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, ConfigError
 
 __all__ = [
     "Checkpoint",
@@ -46,22 +47,31 @@ def read_config(path: Path) -> dict[str, Any]:
     return config_from_metadata(read_header(path)) if path.is_file() else base.read_config(path)
 
 
-def open_checkpoint(path: Path, expert_names: ExpertNames | None) -> Checkpoint:
+def open_checkpoint(
+    path: Path, expert_names: ExpertNames | None, drives: Sequence[Path] = ()
+) -> Checkpoint:
     """Open a checkpoint and check all of its headers; reads no weights.
 
     Args:
         path: a container, the directory of a Hugging Face checkpoint, or a GGUF file.
         expert_names: how the architecture names its experts; None for a dense model. A container
             does not need it.
+        drives: folders with moved files or copies of records; of a container only.
 
     Raises:
+        ConfigError: drives are named for a checkpoint that is read in place.
         CheckpointError: a file is missing, damaged or inconsistent.
         UnsupportedModelError: the files hold a format that nothing here reads.
     """
     if not path.exists():
         raise CheckpointError(f"no such file or directory: {path}")
+    if path.is_dir() and is_container(path):
+        return ContainerCheckpoint(path, drives)
+    if drives:
+        raise ConfigError(
+            f"option `drive` needs a container: {path} is read in place\n"
+            "hint: `headrace convert SOURCE DEST` packs its experts into records that can be copied"
+        )
     if path.is_file():
         return GgufCheckpoint(path)
-    if is_container(path):
-        return ContainerCheckpoint(path)
     return HuggingFaceCheckpoint(path, expert_names)

@@ -5,7 +5,7 @@ must lie in the file it names, with the length its shape and format imply. Owns 
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from headrace.checkpoint.base import (
     read_config,
     read_generation_config,
 )
+from headrace.checkpoint.copies import add_copies, find_file
 from headrace.checkpoint.huggingface import TOKENIZER_FILES, open_rows
 from headrace.checkpoint.jsonfile import parse_object, read_object
 from headrace.checkpoint.layout import (
@@ -66,8 +67,12 @@ class ContainerCheckpoint(Checkpoint):
 
     kind = "container"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, drives: Sequence[Path] = ()) -> None:
         """Read and check the manifest and every header.
+
+        Args:
+            path: the directory.
+            drives: folders that hold files of experts moved there, or copies of records.
 
         Raises:
             CheckpointError: a file is missing, damaged, of another version, or disagrees with the
@@ -95,9 +100,11 @@ class ContainerCheckpoint(Checkpoint):
         mtp = {n: c for n, c in layers.items() if n not in main}
         layout = reader.layout() if layers else None
         reader.require_recipe(self.recipe, self.dense, layout)
-        self.records = _record_table(path, main, layout) if layout and main else None
-        self.mtp_records = _record_table(path, mtp, layout) if layout and mtp else None
+        self.records = _record_table(path, main, layout, drives) if layout and main else None
+        self.mtp_records = _record_table(path, mtp, layout, drives) if layout and mtp else None
         self.fingerprint = _fingerprint(path, data)
+        if drives and self.records is not None:
+            self.records = add_copies(self.records, path, drives, self.fingerprint)
         self._read: dict[str, Bytes] = {}  # read ahead, and not loaded yet
 
     def read_ahead(self, wanted: Mapping[str, str | None]) -> None:
@@ -238,13 +245,17 @@ def _require_header(entry: TensorEntry, dtype: str, shape: tuple[int, ...]) -> N
         )
 
 
-def _record_table(path: Path, layers: Mapping[int, list[int]], layout: RecordLayout) -> RecordTable:
+def _record_table(
+    path: Path, layers: Mapping[int, list[int]], layout: RecordLayout, drives: Sequence[Path]
+) -> RecordTable:
     """Find every record of `layers` (layer -> checksums) in its file."""
     num_experts = len(next(iter(layers.values())))
     shape = (len(layers), num_experts, 1)
     offset = np.empty(shape, np.int64)
+    files: list[Path] = []
     for i, layer in enumerate(layers):
-        header = _open(path / expert_file_name(layer))
+        header = _open(find_file(path, expert_file_name(layer), drives))
+        files.append(header.path)
         names = [record_name(layer, e) for e in range(num_experts)]
         if header.tensors.keys() != set(names):
             strange = sorted(header.tensors.keys() ^ set(names))
@@ -265,7 +276,7 @@ def _record_table(path: Path, layers: Mapping[int, list[int]], layout: RecordLay
             offset[i, expert, 0] = entry.offset
     file = np.broadcast_to(np.arange(len(layers), dtype=np.int32)[:, None, None], shape)
     return RecordTable(
-        files=tuple(path / expert_file_name(layer) for layer in layers),
+        files=tuple(files),
         layers=tuple(layers),
         num_experts=num_experts,
         layout=layout,

@@ -5,6 +5,7 @@ three row-major ranges that the reader interleaves. The store and the models rea
 never ask where they came from. Owns no bytes.
 """
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -105,6 +106,12 @@ class RecordTable:
     """[Lm, E, P]"""
     checksum: UInt64 | None
     """[Lm, E], of the record's range; None in place."""
+    drives: tuple[Path, ...] = ()
+    """Folders of the drives if there are several, the model's own first."""
+    drive_of_file: tuple[int, ...] = ()
+    """Index into `drives` of each file; empty: one drive."""
+    copies: Int64 = dataclasses.field(default_factory=lambda: np.empty((0, 3), np.int64))
+    """[C, 3]: record (row * E + expert), file and offset of each copy of a packed record."""
 
     @property
     def num_records(self) -> int:

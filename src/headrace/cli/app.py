@@ -28,6 +28,7 @@ COMMANDS = {
     "inspect": "Describe MODEL from its headers; with --verify, read all of it.",
     "bench": "Measure this machine.",
     "doctor": "Look at this machine, and at MODEL: findings, and what to do about them.",
+    "mirror": "Copy a model's hottest records to a second drive.",
     "trace": "Record routing, and replay it against other memories and policies.",
     "synth": "Write DEST, to measure a machine before downloading a model.",
 }

@@ -7,6 +7,7 @@ lock. Because the numeric contract makes a row's bits independent of its company
 and retrying a sequence alone never change a token.
 """
 
+import operator
 import time
 from collections.abc import Iterable, Iterator
 from typing import Protocol
@@ -298,6 +299,8 @@ def _add_counters(usage: Usage, is_prefill: bool, used: StepCounters) -> None:
     usage.stall_ns += used.stall_ns
     usage.drive_busy_ns += used.drive_busy_ns
     usage.prefetch_bytes += used.prefetch_bytes
+    before = usage.drive_bytes or (0,) * len(used.drive_bytes)
+    usage.drive_bytes = tuple(map(operator.add, before, used.drive_bytes))
     if is_prefill:
         usage.prefill_bytes_read += used.bytes_read
     else:

@@ -52,6 +52,7 @@ class Usage:
     decode_bytes_read: int = 0
     prefetch_bytes: int = 0
     drive_busy_ns: int = 0
+    drive_bytes: tuple[int, ...] = ()  # of each drive, if there are several
     stall_ns: int = 0
 
 

@@ -13,6 +13,7 @@ from headrace.drive import Drive, find_drive
 from headrace.errors import CheckpointError
 from headrace.experts.drive_cache import DriveCache, DriveRecord, remembered
 from headrace.experts.probe import LEAST_RECORDS_BYTES, ColdPlaces, probe
+from headrace.experts.store import UNKNOWN_BYTES_PER_S
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +61,26 @@ def resolve_reading(
         return Reading(config, _source_of(config, "default"), drive=drive)
     filled = _fill(config, entry, is_in_place=table.repack is not None)
     return Reading(filled, _source_of(config, source), entry, drive)
+
+
+def drive_rates(reading: Reading, table: RecordTable) -> tuple[float, ...]:
+    """Bandwidth of each drive of a table, the model's own first; empty if there is one only.
+
+    What is remembered of a drive, or else as much as the model's: a guess only orders the first
+    few reads.
+    """
+    if not table.drives:
+        return ()
+    cache = DriveCache()
+    own = reading.drive_bytes_per_s or UNKNOWN_BYTES_PER_S
+    rates = [own]
+    for folder in table.drives[1:]:
+        try:
+            entry = cache.find(find_drive(folder), table.read_bytes)
+        except OSError:  # unplugged; said when the checkpoint was opened
+            entry = None
+        rates.append(own if entry is None else entry.bytes_per_s)
+    return tuple(rates)
 
 
 def _source_of(config: ExpertConfig, otherwise: str) -> str:

@@ -5,6 +5,7 @@ and given up, and never changes a result. Placement and reading are native (`nat
 module translates the checkpoint's record table, and reports.
 """
 
+import logging
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -30,8 +31,11 @@ from headrace.experts.trace import (
     TraceHeader,
 )
 
-__all__ = ["ExpertStore", "Lease", "StepCounters", "StoreStats"]
+_log = logging.getLogger(__name__)
 
+__all__ = ["DriveUse", "ExpertStore", "Lease", "StepCounters", "StoreStats"]
+
+UNKNOWN_BYTES_PER_S = 1e9
 FLOOR_SLOTS = 2
 """Fewest slots a store works with; a plan asks for more, so that it works well."""
 
@@ -59,6 +63,8 @@ class StoreStats:
     """For prefetch and warming."""
     reread_bytes: int
     """Part of the two above: records that had been read before in this process."""
+    failed_copies: int
+    """Copies on further drives that could not be read or were damaged; read elsewhere."""
     failed_reads: int
     """Records whose read or checksum failed; their bytes count nowhere."""
     cancelled: int
@@ -76,6 +82,21 @@ class StoreStats:
     """ "direct", or "buffered" once any file refused direct reads."""
 
 
+@dataclass(frozen=True)
+class DriveUse:
+    """What one drive gave since the store was opened."""
+
+    path: str
+    """Its folder."""
+    bytes_read: int
+    busy_ns: int
+    bytes_per_s: float
+    """As reads are expected to go from now on."""
+    failed_copies: int
+    is_given_up: bool
+    """Its copies are read no more, because a read failed."""
+
+
 class StepCounters(NamedTuple):
     """The few counters of `StoreStats` that every step reads: cheap to take and to subtract."""
 
@@ -86,13 +107,18 @@ class StepCounters(NamedTuple):
     prefetch_bytes: int
     stall_ns: int
     drive_busy_ns: int
+    failed_copies: int = 0
+    drive_bytes: tuple[int, ...] = ()
+    """Read from each drive, if there are several."""
 
     def since(self, earlier: "StepCounters") -> "StepCounters":
         """Return what was counted after `earlier`."""
-        return StepCounters(*map(operator.sub, self, earlier))
+        of_drives = tuple(map(operator.sub, self.drive_bytes, earlier.drive_bytes))
+        counts = map(operator.sub, self[:-1], earlier[:-1])
+        return StepCounters._make((*counts, of_drives))
 
 
-_STEP_COUNTERS = operator.itemgetter(*StepCounters._fields)
+_STEP_COUNTERS = operator.itemgetter(*StepCounters._fields[:-1])
 
 
 def _matrix(layout: MatrixLayout) -> tuple[str, int, int, int, int]:
@@ -135,6 +161,7 @@ class ExpertStore:
         lock: bool = False,
         fingerprint: str = "",
         other_bytes: int = 0,
+        drive_bytes_per_s: tuple[float, ...] = (),
     ) -> None:
         """Open the files and reserve the slots; memory becomes resident only as slots are filled.
 
@@ -147,6 +174,8 @@ class ExpertStore:
             fingerprint: identity of the checkpoint, for traces.
             other_bytes: memory that is given to anything but slots and margin, for traces.
             lock: keep the slots from being swapped out.
+            drive_bytes_per_s: of each drive of the table, as measured; what reads take while it
+                runs soon counts more. Empty takes all as equal.
 
         Raises:
             CheckpointError: a file is missing, or the table is inconsistent.
@@ -170,6 +199,7 @@ class ExpertStore:
         recent = _open_recent(history, header)
         self.policy = _resolve_policy(readers, recent, num_slots, num_records)
         """The policy in force."""
+        rates = drive_bytes_per_s or (UNKNOWN_BYTES_PER_S,) * max(1, len(table.drives))
         self._native = _core.ExpertStore(
             files=[str(path) for path in table.files],
             layers=list(table.layers),
@@ -186,14 +216,18 @@ class ExpertStore:
             else None,
             in_place=table.repack is not None,
             num_slots=num_slots,
-            num_readers=readers.num_readers,
+            num_readers=readers.num_readers * len(rates),
             block_bytes=readers.largest_read_bytes,
             read_ahead=readers.read_ahead,
             direct=readers.is_direct,
             half_life_tokens=float(readers.half_life_tokens),
             lock=lock,
             policy=self.policy,
+            drive_of_file=list(table.drive_of_file),
+            copies=np.ascontiguousarray(table.copies, np.int64),
+            drives=[(readers.num_readers, rate) for rate in rates],
         )
+        self._is_warned = False
         sinks = [] if recent is None else [recent]
         file = [] if readers.trace is None else [TraceFile(readers.trace, header)]
         self._recorder = Recorder(self._native, [*sinks, *file]) if sinks or file else None
@@ -311,7 +345,22 @@ class ExpertStore:
 
     def counters(self) -> StepCounters:
         """Return a snapshot of the counters that a step needs."""
-        return StepCounters(*_STEP_COUNTERS(self._native.stats()))
+        counters = StepCounters(*_STEP_COUNTERS(self._native.stats()))
+        if not self.table.drives:
+            return counters
+        if counters.failed_copies and not self._is_warned:
+            self._is_warned = True
+            _log.warning(
+                "a copy of a record is not used any more, the model's own is read instead: %s",
+                self._native.copy_error().partition("\nhint:")[0].replace("\n", "; "),
+            )
+        of_drives = tuple(row[0] for row in self._native.drive_stats())
+        return counters._replace(drive_bytes=of_drives)
+
+    def drives(self) -> list[DriveUse]:
+        """Return what each drive gave, the model's own first; empty if there is one only."""
+        rows = zip(self.table.drives, self._native.drive_stats(), strict=False)
+        return [DriveUse(str(path), *row) for path, row in rows]
 
     def debug_check(self) -> None:
         """Check the store's books; for tests. Fails with AssertionError."""
