@@ -221,6 +221,13 @@ class EngineConfig:
     chunk: int | Auto = field(
         default="auto", metadata={"help": "most prompt tokens computed in one step"}
     )
+    slots: int | Auto = field(
+        default="auto",
+        metadata={"help": "most expert slots; auto: all that fit into the memory"},
+    )
+    tuned: bool = field(
+        default=True, metadata={"help": "use what `headrace tune` found for this model here"}
+    )
     kv: str = field(
         default="f16",
         metadata={
@@ -263,6 +270,11 @@ class EngineConfig:
             "auto or 1 and more",
             self.chunk,
         )
+        _require(
+            self.slots == "auto" or _is_count(self.slots, 2), "slots", "auto or 2 and more",
+            self.slots,
+        )  # fmt: skip
+        _require(isinstance(self.tuned, bool), "tuned", "True or False", self.tuned)
         _require(self.kv in KV_DTYPES, "kv", " | ".join(KV_DTYPES), self.kv)
         _require(
             self.embedding in EMBEDDING_PLACES, "embedding", " | ".join(EMBEDDING_PLACES),

@@ -35,7 +35,7 @@ from headrace.engine.sequence import State, TokenLogprob
 from headrace.errors import CheckpointError, ConfigError, RequestError
 from headrace.experts import ExpertStore, History, StoreStats
 from headrace.experts.history import default_path
-from headrace.experts.reading import drive_rates, observe_run, resolve_reading
+from headrace.experts.reading import Reading, drive_rates, observe_run, resolve_reading
 from headrace.inspect import open_model
 from headrace.metrics import (
     Receipt,
@@ -50,6 +50,7 @@ from headrace.plan import READ_SLACK, MemoryPlan, headroom_bytes, plan_memory
 from headrace.pressure import Moves, PressureWatch
 from headrace.profile import Profile
 from headrace.tokenizer import Message, TextStream, Tokenizer
+from headrace.tuned import apply_tuned, name_source, with_tuned
 
 _log = logging.getLogger(__name__)
 
@@ -120,8 +121,9 @@ class LLM:
         # Sequences of streams that nobody holds any more: garbage may be collected at any moment,
         # so it only notes them, and the next step or submission ends them.
         self._abandoned: deque[TokenSequence] = deque()
-        self._set_up_kernels()
         self.spec, self.checkpoint = open_model(self.path, self.config.experts.drive)
+        self.config, self.tuned = apply_tuned(self.config, self.checkpoint)
+        self._set_up_kernels()
         self.generation_config = self.checkpoint.generation_config
         self._warn_of_ignored_fields()
         self._load()
@@ -144,14 +146,12 @@ class LLM:
     def _load(self) -> None:
         available = available_memory_bytes()
         history = open_history(self.path, self.checkpoint, self.config)
-        self._reading = resolve_reading(self.config.experts, self.checkpoint.records)
+        self._reading = self._resolve_reading()
         held = resident_bytes()
         # Refuses before anything large is read.
         plan = self._plan(self.config, held, history, is_tokenizer_held=False)
         if not plan.is_resident:
-            self._reading = resolve_reading(
-                self.config.experts, self.checkpoint.records, probe_bytes=plan.slots_bytes
-            )
+            self._reading = self._resolve_reading(probe_bytes=plan.slots_bytes)
         # A large vocabulary is parsed as long as dense weights are read: both at once.
         with ThreadPoolExecutor(1, "tokenizer") as aside:
             tokenizer = aside.submit(Tokenizer.of, self.checkpoint)
@@ -180,6 +180,12 @@ class LLM:
             max_logits_rows=plan.max_logits_rows,
         )
 
+    def _resolve_reading(self, probe_bytes: int = 0) -> Reading:
+        reading = resolve_reading(
+            self.config.experts, self.checkpoint.records, probe_bytes=probe_bytes
+        )
+        return name_source(reading, self.tuned)
+
     def _plan_again(
         self, first: MemoryPlan, held_before: int | None, history: History | None
     ) -> MemoryPlan:
@@ -202,7 +208,7 @@ class LLM:
         is_tokenizer_held: bool = True,
     ) -> MemoryPlan:
         config = make_engine_config(config, {"experts": self._reading.experts})
-        return plan_memory(
+        plan = plan_memory(
             self.spec,
             self.checkpoint,
             config,
@@ -212,6 +218,7 @@ class LLM:
             counts=None if history is None else history.counts,
             reading=self._reading,
         )
+        return with_tuned(plan, self.tuned)
 
     def _open_store(self, history: History | None) -> ExpertStore | None:
         records = self.checkpoint.records
@@ -672,14 +679,16 @@ def plan_model(model: str | Path, config: EngineConfig) -> MemoryPlan:
     """Plan a model's memory without loading it."""
     path = resolve_model(model)
     spec, checkpoint = open_model(path, config.experts.drive)
+    config, tuned = apply_tuned(config, checkpoint)
     history = open_history(path, checkpoint, config)
     threads = ops.num_threads() if config.threads == "auto" else config.threads
     counts = None if history is None else history.counts
-    reading = resolve_reading(config.experts, checkpoint.records)
+    reading = name_source(resolve_reading(config.experts, checkpoint.records), tuned)
     config = make_engine_config(config, {"experts": reading.experts})
-    return plan_memory(
+    plan = plan_memory(
         spec, checkpoint, config, num_threads=threads, counts=counts, reading=reading
     )
+    return with_tuned(plan, tuned)
 
 
 def plain_transcript(messages: Sequence[Message]) -> str:

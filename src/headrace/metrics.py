@@ -50,7 +50,9 @@ class Receipt:
     read_mode: str  # direct | buffered | resident
     readers: int  # threads that read
     block_bytes: int  # largest single read
-    readers_from: str  # option | measured (at this start) | remembered (of the drive) | default
+    readers_from: (
+        str  # option | tuned | measured (at this start) | remembered (of the drive) | default
+    )
     num_slots: int
     record_bytes: int
     seed: int

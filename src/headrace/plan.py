@@ -160,7 +160,7 @@ class MemoryPlan:
     expected_hit_rate: float | None  # of decoding, from the history; None without one
     readers: int
     block_bytes: int  # largest single read
-    readers_from: str  # option | measured | remembered | default
+    readers_from: str  # option | tuned | measured | remembered | default
     drive_bytes_per_s: float | None  # as measured with these readers; None if nobody has
     notes: tuple[str, ...]
 
@@ -310,7 +310,7 @@ def make_plan(
     while chunk > least_chunk and not _is_chunk_right(rest, work(chunk), all_records, floor_slots):
         chunk = max(least_chunk, chunk // 2)
     rest -= work(chunk)
-    num_slots = min(sizes.num_records, rest // sizes.record_bytes) if sizes.num_records else 0
+    num_slots = _num_slots(sizes, config, rest)
     return MemoryPlan(
         ceiling_bytes=ceiling_bytes,
         ceiling_from="available" if config.memory == "auto" else "option",
@@ -341,6 +341,21 @@ def make_plan(
         drive_bytes_per_s=None if reading is None else reading.drive_bytes_per_s,
         notes=_notes(sizes, num_slots),
     )
+
+
+def _num_slots(sizes: ModelSizes, config: EngineConfig, rest: int) -> int:
+    """Slots in the `rest` of the memory: all that are of use, or as many as were asked for."""
+    if not sizes.num_records:
+        return 0
+    fitting = min(sizes.num_records, rest // sizes.record_bytes)
+    if config.slots == "auto":
+        return fitting
+    if config.slots < sizes.floor_slots:
+        raise ConfigError(
+            f"option `slots` is below what one layer of a token needs\n"
+            f"expected at least {sizes.floor_slots}, got {config.slots}"
+        )
+    return min(fitting, config.slots)
 
 
 def _expected_hit_rate(

@@ -29,6 +29,7 @@ COMMANDS = {
     "bench": "Measure this machine.",
     "doctor": "Look at this machine, and at MODEL: findings, and what to do about them.",
     "mirror": "Copy a model's hottest records to a second drive.",
+    "tune": "Find the settings that make MODEL fastest on this machine; later runs use them.",
     "trace": "Record routing, and replay it against other memories and policies.",
     "synth": "Write DEST, to measure a machine before downloading a model.",
 }

@@ -85,6 +85,10 @@ def describe(llm: "LLM", name: str) -> str:
             ),
         ]
     parts.append(f"memory {format_bytes(plan.ceiling_bytes)}")
+    if llm.tuned:
+        from headrace.tuned import describe_settings
+
+        parts.append(f"tuned: {describe_settings(llm.tuned)}")
     return " · ".join(parts)
 
 

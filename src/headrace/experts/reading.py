@@ -17,13 +17,16 @@ from headrace.experts.store import UNKNOWN_BYTES_PER_S
 
 _log = logging.getLogger(__name__)
 
+GIVEN = ("option", "tuned")
+"""Sources of readers that are not the measurement's, which a run then says nothing about."""
+
 
 @dataclass(frozen=True)
 class Reading:
     """How to read, and why so."""
 
     experts: ExpertConfig  # with nothing left to "auto" if anything was measured
-    source: str  # option | measured (now) | remembered (measured earlier) | default
+    source: str  # option | tuned | measured (now) | remembered (measured earlier) | default
     entry: DriveRecord | None = None  # the measurement
     drive: Drive | None = None
 
@@ -123,5 +126,5 @@ def observe_run(reading: Reading, *, bytes_read: int, busy_s: float) -> None:
         busy_s: seconds in which at least one read was in flight.
     """
     entry, drive = reading.entry, reading.drive
-    if entry is not None and drive is not None and reading.source != "option":
+    if entry is not None and drive is not None and reading.source not in GIVEN:
         DriveCache().observe(drive, entry.record_bytes, bytes_read=bytes_read, busy_s=busy_s)

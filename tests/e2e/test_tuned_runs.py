@@ -1,0 +1,77 @@
+"""`headrace tune` on a small model: real processes, and a start that uses what they found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.app import _run
+from headrace.config import EngineConfig, ExpertConfig, SamplingParams
+from headrace.inspect import open_model
+from headrace.llm import LLM, plan_model
+from headrace.tune import Runner, search, tune
+from headrace.tuned import Tuned, default_path, machine_identity, save_tuned
+
+OFF = ExpertConfig(history="off")
+MEMORY = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def keep(model: Path, **settings: int | str) -> None:
+    _, checkpoint = open_model(model)
+    entry = Tuned(MEMORY, settings, 2.0, 1.0, 0.0)
+    path = default_path(checkpoint.fingerprint)
+    save_tuned(path, checkpoint.fingerprint, machine_identity(checkpoint), entry)
+
+
+def test_a_start_uses_what_was_kept_and_answers_the_same(tiny: Path) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    with LLM(tiny, memory=MEMORY, experts=OFF) as llm:
+        assert llm.tuned == {}
+        plain = llm.generate("ok", params)
+    keep(tiny, slots=6, chunk=3, readers=2, policy="lru", read_ahead=1)
+    with LLM(tiny, memory=MEMORY, experts=OFF) as llm:
+        got = llm.generate("ok", params)
+        assert llm.store is not None and llm.store.policy == "lru"
+        assert (llm.plan.num_slots, llm.plan.chunk, llm.plan.readers) == (6, 3, 2)
+        assert any(note.startswith("tuned: slots 6, chunk 3") for note in llm.plan.notes)
+    assert got.ids == plain.ids
+    assert got.receipt.readers_from == "tuned"
+    made = plan_model(tiny, EngineConfig(memory=MEMORY, slots=7))
+    assert made.num_slots == 7 and made.chunk == 3, "an option wins, by itself"
+    assert sum(count for _, count in made.parts()) == made.ceiling_bytes
+
+
+def test_runs_in_processes_of_their_own(tiny: Path) -> None:
+    config = EngineConfig(memory=MEMORY, experts=OFF)
+    runner = Runner(tiny, config, tokens=4)
+    first, second = runner({}), runner({"slots": 6, "policy": "lru"})
+    assert first.ids == second.ids and len(first.ids) == 4
+    assert (second.num_slots, second.policy) == (6, "lru")
+    # The second candidate is refused by the plan, not by the search.
+    found = search(runner, EngineConfig(memory=MEMORY), seconds=0)
+    assert not found.is_complete and found.rows == ()
+
+
+def test_the_command_reports_and_keeps(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["tune", str(tiny), "--memory", str(MEMORY), "--minutes", "0.001"]
+    assert _run([*arguments, "--tokens", "2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ceiling_bytes"] == MEMORY and not report["is_complete"]
+    kept = json.loads(Path(report["saved"]).read_text())
+    assert next(iter(kept["machines"].values()))["settings"] == report["settings"]
+    assert _run([*arguments, "--tokens", "2"]) == 0
+    assert "time was up" in capsys.readouterr().out
+
+
+def test_a_model_that_cannot_run_says_why(tiny: Path) -> None:
+    from headrace.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="below the floor"):
+        tune(tiny, EngineConfig(memory=1 << 20, experts=OFF), minutes=0)
