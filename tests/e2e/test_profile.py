@@ -77,7 +77,7 @@ def test_without_a_profile_no_clock_is_there(tiny: Path, monkeypatch: pytest.Mon
             llm.generate("hello", SamplingParams(max_tokens=2))
     plain, timed = (model.layers[0].attention for model in models)
     assert isinstance(plain, Attention) and not isinstance(timed, Attention)
-    assert timed.head_dim == plain.head_dim
+    assert timed.scale == plain.scale
 
 
 def sums(**values: Any) -> PhaseProfile:
