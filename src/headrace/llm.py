@@ -36,6 +36,7 @@ from headrace.errors import CheckpointError, ConfigError, RequestError
 from headrace.experts import ExpertStore, History, StoreStats
 from headrace.experts.history import default_path
 from headrace.experts.reading import Reading, drive_rates, observe_run, resolve_reading
+from headrace.hub import find_pulled
 from headrace.inspect import open_model
 from headrace.metrics import (
     Receipt,
@@ -621,10 +622,10 @@ class Stream:
 
 
 def resolve_model(model: str | Path) -> Path:
-    """Find a checkpoint: `demo` is the one inside the package, anything else is a path.
+    """Find a checkpoint: `demo`, which is inside the package, a path, or a hub id that was pulled.
 
     Raises:
-        CheckpointError: there is nothing there.
+        CheckpointError: there is nothing there, or its download is not complete.
     """
     if str(model) == DEMO:
         path = Path(__file__).parent / DEMO
@@ -635,12 +636,20 @@ def resolve_model(model: str | Path) -> Path:
         return path
     found = _expanded(model)
     if found is None:
-        is_id = _HUB_ID.fullmatch(str(model)) is not None
+        is_id = is_hub_id(str(model))
+        pulled = find_pulled(str(model)) if is_id else None
+        if pulled is not None:
+            return pulled
         raise CheckpointError(
             f"no such model: {model}\nexpected a directory, a GGUF file or `{DEMO}`"
-            + ("\nhint: download the repository and give its folder" if is_id else "")
+            + (f"\nhint: if it is on the hub, run `headrace pull {model}`" if is_id else "")
         )
     return found
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether a word has the form OWNER/NAME."""
+    return _HUB_ID.fullmatch(text) is not None
 
 
 def is_model_name(text: str) -> bool:

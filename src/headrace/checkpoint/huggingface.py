@@ -198,12 +198,21 @@ def _fingerprint(path: Path, headers: list[Header]) -> str:
 
 def _update_with_shard(digest: "hashlib._Hash", header: Header) -> None:
     digest.update(f"\0{header.path.name}\0{header.file_bytes}\0".encode())
-    data_bytes = header.file_bytes - header.data_start
     with header.path.open("rb") as file:
         digest.update(file.read(header.data_start))
-        for i in range(SAMPLES_PER_FILE):
-            file.seek(header.data_start + max(0, data_bytes - SAMPLE_BYTES) * i // SAMPLES_PER_FILE)
-            digest.update(file.read(SAMPLE_BYTES))
+        for offset, length in sample_offsets(header.data_start, header.file_bytes):
+            file.seek(offset)
+            digest.update(file.read(length))
+
+
+def sample_offsets(data_start: int, file_bytes: int) -> list[tuple[int, int]]:
+    """Return (offset, bytes) of the pages of a shard that its fingerprint covers."""
+    data_bytes = file_bytes - data_start
+    spread = max(0, data_bytes - SAMPLE_BYTES)
+    return [
+        (data_start + spread * i // SAMPLES_PER_FILE, min(SAMPLE_BYTES, data_bytes))
+        for i in range(SAMPLES_PER_FILE)
+    ]
 
 
 def tokenizer_files(path: Path) -> Mapping[str, Path]:

@@ -24,6 +24,7 @@ COMMANDS = {
     "run": "Answer PROMPT with MODEL.",
     "chat": "Talk with MODEL.",
     "plan": "Show what each part of MODEL gets of the memory, and what follows.",
+    "pull": "Download HUB_ID, after showing from its headers what fits and how fast it would run.",
     "convert": "Write DEST, a container of SOURCE that is read without repacking.",
     "inspect": "Describe MODEL from its headers; with --verify, read all of it.",
     "bench": "Measure this machine.",

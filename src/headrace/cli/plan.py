@@ -1,12 +1,16 @@
 """`headrace plan`: what a model would get of the memory, without loading it."""
 
 import json
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headrace.cli.options import Json, takes, usage
 from headrace.config import EngineConfig, parse_bytes
+
+if TYPE_CHECKING:
+    from headrace.plan import MemoryPlan
 
 
 def _rate(text: str) -> float:
@@ -30,11 +34,13 @@ def command(
     *,
     engine: EngineConfig,
 ) -> None:
-    """Show what each part of MODEL gets of the memory, and what follows."""
-    from headrace.cli.report import print_plan
-    from headrace.llm import plan_model
+    """Show what each part of MODEL gets of the memory, and what follows.
 
-    made = plan_model(model, engine)
+    MODEL may be a hub id that was not pulled: its config and headers are asked for, no weights.
+    """
+    from headrace.cli.report import print_plan
+
+    made = _plan(model, engine)
     if not as_json:
         print_plan(made, model, drive_bytes_per_s)
         return
@@ -43,6 +49,17 @@ def command(
         speed = made.tokens_per_s(drive, made.expected_hit_rate or 0.0)
     report = {"model": model, **made.as_dict(), "drive_bytes_per_s": drive}
     print(json.dumps({**report, "predicted_tokens_per_s": speed}, ensure_ascii=False))
+
+
+def _plan(model: str, engine: EngineConfig) -> "MemoryPlan":
+    from headrace.hub import find_pulled, open_repository
+    from headrace.llm import is_hub_id, plan_model
+    from headrace.pull import remote_headers
+
+    if not is_hub_id(model) or Path(model).exists() or find_pulled(model) is not None:
+        return plan_model(model, engine)
+    with remote_headers(open_repository(model)) as path:
+        return plan_model(path, engine)
 
 
 command.__name__ = "plan"

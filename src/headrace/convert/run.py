@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -76,12 +76,23 @@ class ConvertReport:
     """By class of tensors, what quantising cost; of the files that this run wrote."""
 
 
+class Supply(Protocol):
+    """Where the source's data come from if they are not all on the drive at once."""
+
+    def bring(self, entries: Sequence[TensorEntry]) -> None:
+        """Have the data of these tensors in their files; returns when they are there."""
+
+    def release(self, entries: Sequence[TensorEntry]) -> None:
+        """The data of these tensors are no longer needed."""
+
+
 def convert(
     source: Path,
     dest: Path,
     recipe: Recipe,
     progress: Callable[[Progress], None] = lambda _: None,
     importance: Importance | None = None,
+    supply: Supply | None = None,
 ) -> ConvertReport:
     """Write a container.
 
@@ -100,6 +111,7 @@ def convert(
         recipe: how weights are stored.
         progress: called often.
         importance: what an error of each input counts; its checksum becomes part of the recipe.
+        supply: brings the source's data as they are needed; None if all are there.
 
     Raises:
         ConfigError: the destination exists, belongs to another conversion or lies in the source.
@@ -125,7 +137,8 @@ def convert(
         with Journal(dest) as journal:
             journal.require_space(plan.file_bytes(), plan.other_bytes())
             journal.begin(binding, str(source.resolve()))
-            kept = _Conversion(plan, journal, quantiser, importance, progress).run(binding)
+            conversion = _Conversion(plan, journal, quantiser, importance, progress, supply)
+            kept = conversion.run(binding)
     except OSError as error:
         raise write_error(dest, error) from error
     num_files = len(plan.file_bytes())
@@ -152,7 +165,9 @@ class _Conversion:
         quantiser: Quantiser,
         importance: Importance | None,
         progress: Callable[[Progress], None],
+        supply: Supply | None,
     ) -> None:
+        self.supply = supply
         self.plan, self.journal, self.quantiser = plan, journal, quantiser
         self.importance = importance or Importance()
         self.progress = progress
@@ -199,11 +214,25 @@ class _Conversion:
             dense_header(tensors),
             [(t.nbytes, t.stored_bytes) for t in tensors],
             advance,
-            lambda: write_dense_file(
-                self.journal.partial / DENSE_NAME, tensors, self._load_dense, advance
+            lambda: self._supplied(
+                [self.plan.source.entry(t.name) for t in tensors],
+                lambda: write_dense_file(
+                    self.journal.partial / DENSE_NAME, tensors, self._load_dense, advance
+                ),
             ),
         )
         self.kept += is_kept
+        return checksums
+
+    def _supplied(
+        self, entries: Sequence[TensorEntry], write: Callable[[], list[int]]
+    ) -> list[int]:
+        """Write a file while the data it is made of are there."""
+        if self.supply is None:
+            return write()
+        self.supply.bring(entries)
+        checksums = write()
+        self.supply.release(entries)
         return checksums
 
     def _load_dense(self, tensor: DenseTensor) -> Bytes:
@@ -246,13 +275,16 @@ class _Conversion:
             expert_header(layer, plan.num_experts, record_bytes),
             [(record_bytes, record_bytes)] * plan.num_experts,
             advance,
-            lambda: write_expert_file(
-                self.journal.partial / name,
-                layer,
-                plan.num_experts,
-                record_bytes,
-                self._pack_records(layer),
-                advance,
+            lambda: self._supplied(
+                [e for by_role in plan.source.experts[layer].values() for e in by_role.values()],
+                lambda: write_expert_file(
+                    self.journal.partial / name,
+                    layer,
+                    plan.num_experts,
+                    record_bytes,
+                    self._pack_records(layer),
+                    advance,
+                ),
             ),
         )
         self.kept += is_kept

@@ -1,0 +1,347 @@
+"""The Hugging Face hub: what a repository holds, ranges of its files, and where pulled models lie.
+
+Everything goes through the client library `huggingface_hub` (mirrors, tokens, redirects, and the
+hub's own error codes); `tokenizers` depends on it already, so it costs no further package. What a
+checkpoint is follows from its config and headers alone: `write_skeleton` fetches those and makes
+files of the true lengths whose data are holes, which every reader of headers takes for the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from headrace.checkpoint.base import CONFIG_NAME, GENERATION_CONFIG_NAME
+from headrace.checkpoint.container import is_container
+from headrace.checkpoint.huggingface import TOKENIZER_FILES, sample_offsets
+from headrace.checkpoint.jsonfile import parse_object
+from headrace.checkpoint.safetensors import INDEX_NAME, MAX_HEADER_BYTES, SINGLE_NAME
+from headrace.errors import CheckpointError
+
+PULLED_NAME = "headrace-pull.json"
+"""Written into a pulled folder when its last file is there."""
+MAX_SMALL_BYTES = 256 << 20
+"""Most that a config, an index or a tokenizer file may have: it is held in memory."""
+FIRST_BYTES = 1 << 16
+"""Asked for at once, in the hope that it holds a shard's whole header."""
+MAX_ATTEMPTS = 6
+"""A range is given up after so many answers in a row that brought no byte."""
+NUM_CONNECTIONS = 8
+_OFFLINE = ("1", "true", "yes", "on")
+
+
+def models_folder() -> Path:
+    """Return the folder of pulled models: $HEADRACE_MODELS, else the user's data folder."""
+    chosen = os.environ.get("HEADRACE_MODELS")
+    return Path(chosen) if chosen else Path(platformdirs.user_data_dir("headrace")) / "models"
+
+
+def pulled_folder(repo_id: str) -> Path:
+    """Return where a repository lies once pulled, whether it was or not."""
+    owner, _, name = repo_id.partition("/")
+    return models_folder() / owner / name
+
+
+def is_pulled(folder: Path) -> bool:
+    """Whether a pull into a folder was finished."""
+    return is_container(folder) or (folder / PULLED_NAME).is_file()
+
+
+def find_pulled(repo_id: str) -> Path | None:
+    """Return the folder of a repository that was pulled before, None if it never was.
+
+    Raises:
+        CheckpointError: its download was begun and is not complete.
+    """
+    folder = pulled_folder(repo_id)
+    if not folder.is_dir():
+        return None
+    if not is_pulled(folder):
+        raise CheckpointError(
+            f"download of {repo_id} is incomplete: {folder}\n"
+            f"hint: run `headrace pull {repo_id}` again; it goes on where it was"
+        )
+    return folder
+
+
+def is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE forbids the network."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in _OFFLINE
+
+
+@dataclass(frozen=True)
+class Repository:
+    """The files of one commit of a model repository that its checkpoint consists of."""
+
+    repo_id: str
+    commit: str
+    endpoint: str
+    files: Mapping[str, int]
+    """Name -> bytes; configs, tokenizer, template, and the safetensors files with their index."""
+    shards: tuple[str, ...]
+    """The safetensors files among them."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(self.files.values())
+
+    def url(self, name: str) -> str:
+        """Return the address of a file of this commit."""
+        from huggingface_hub import hf_hub_url
+
+        return hf_hub_url(self.repo_id, name, revision=self.commit, endpoint=self.endpoint)
+
+    def read(self, name: str) -> bytes:
+        """Read a small file.
+
+        Raises:
+            CheckpointError: it is too large for one, or cannot be had.
+        """
+        size = self.files[name]
+        if size > MAX_SMALL_BYTES:
+            raise CheckpointError(
+                f"file is too large: {name} of {self.repo_id}\n"
+                f"expected at most {MAX_SMALL_BYTES} bytes, got {size}"
+            )
+        return self.read_range(name, 0, size)
+
+    def read_range(self, name: str, offset: int, length: int) -> bytes:
+        """Read bytes of a file; as `fetch`."""
+        parts: list[bytes] = []
+        self.fetch(name, offset, length, parts.append)
+        return b"".join(parts)
+
+    def fetch(self, name: str, offset: int, length: int, take: Callable[[bytes], Any]) -> None:
+        """Hand a range of a file to `take` piece by piece, in order, going on after a cut.
+
+        Raises:
+            CheckpointError: the hub cannot be reached, refuses, or answers with other bytes.
+        """
+        done, attempt = 0, 0
+        with translated(self.repo_id, self.endpoint):
+            while done < length:
+                before = done
+                try:
+                    for piece in self._answer(name, offset + done, length - done):
+                        take(piece)
+                        done += len(piece)
+                except _connection_errors():
+                    if done == before and attempt == MAX_ATTEMPTS:
+                        raise
+                attempt = 0 if done > before else attempt + 1
+                if attempt > MAX_ATTEMPTS:
+                    raise ConnectionError(f"{name} ends at byte {offset + done}")
+                if done < length:
+                    time.sleep(0.1 * 2**attempt)
+
+    def _answer(self, name: str, offset: int, length: int) -> Iterator[bytes]:
+        client: Any = importlib.import_module("huggingface_hub.utils")  # exports without types
+        headers = client.build_hf_headers(
+            headers={"Range": f"bytes={offset}-{offset + length - 1}"}
+        )
+        headers["Accept-Encoding"] = "identity"
+        with client.get_session().stream("GET", self.url(name), headers=headers) as response:
+            if response.status_code // 100 != 2:
+                response.read()
+            client.hf_raise_for_status(response)
+            is_whole = response.status_code == 200 and offset == 0 and length == self.files[name]
+            if response.status_code != 206 and not is_whole:
+                raise CheckpointError(
+                    f"the server sends whole files only: {name} of {self.repo_id}\n"
+                    f"expected status 206 for a range, got {response.status_code} from "
+                    f"{self.endpoint}"
+                )
+            got = 0
+            for piece in response.iter_bytes():
+                got += len(piece)
+                if got > length:
+                    raise CheckpointError(
+                        f"the server sent too much: {name} of {self.repo_id}\n"
+                        f"expected {length} bytes from offset {offset}, got {got} or more"
+                    )
+                yield piece
+
+
+def open_repository(repo_id: str, revision: str | None = None) -> Repository:
+    """Ask the hub what a model repository holds.
+
+    Args:
+        repo_id: OWNER/NAME.
+        revision: branch, tag or commit; None for the main branch.
+
+    Raises:
+        CheckpointError: no such repository or revision, gated, no network, or no safetensors.
+    """
+    from huggingface_hub import HfApi
+
+    endpoint = os.environ.get("HF_ENDPOINT") or None
+    api = HfApi(endpoint=endpoint)
+    if is_offline():
+        raise CheckpointError(
+            f"{repo_id} was not pulled, and HF_HUB_OFFLINE forbids the network\n"
+            f"expected it at {pulled_folder(repo_id)}"
+        )
+    with translated(repo_id, api.endpoint):
+        info = api.model_info(repo_id, revision=revision, files_metadata=True, timeout=30)
+    sizes = {s.rfilename: s.size for s in info.siblings or ()}
+    found = {n: s for n, s in sizes.items() if isinstance(s, int) and s >= 0 and "/" not in n}
+    if not info.sha:
+        raise CheckpointError(f"the hub names no commit of {repo_id}: {api.endpoint}")
+    small = (CONFIG_NAME, GENERATION_CONFIG_NAME, *TOKENIZER_FILES)
+    files = {name: found[name] for name in small if name in found}
+    if CONFIG_NAME not in files:
+        raise CheckpointError(f"no {CONFIG_NAME} in the repository: {repo_id}, {api.endpoint}")
+    shards = _shards(Repository(repo_id, info.sha, api.endpoint, found, ()), found)
+    if INDEX_NAME in found and SINGLE_NAME not in shards:
+        files[INDEX_NAME] = found[INDEX_NAME]
+    files.update({name: found[name] for name in shards})
+    return Repository(repo_id, info.sha, api.endpoint, files, shards)
+
+
+def _shards(repository: Repository, found: Mapping[str, int]) -> tuple[str, ...]:
+    if SINGLE_NAME in found:
+        return (SINGLE_NAME,)
+    if INDEX_NAME not in found:
+        weights = [n for n in found if n.endswith((".bin", ".gguf", ".pth", ".safetensors"))]
+        raise CheckpointError(
+            f"no safetensors checkpoint in the repository: {repository.repo_id}\n"
+            f"expected {SINGLE_NAME} or {INDEX_NAME}, got "
+            f"{', '.join(weights[:4]) or 'no weights'}"
+        )
+    content = parse_object(repository.read(INDEX_NAME), f"{INDEX_NAME} of {repository.repo_id}")
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(
+            f"malformed index: {INDEX_NAME} of {repository.repo_id}\n"
+            "expected a non-empty object `weight_map`"
+        )
+    names = sorted({str(name) for name in weight_map.values()})
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} of {len(names)} shards are missing in the repository: "
+            f"{repository.repo_id}\nfirst missing: {missing[0]}"
+        )
+    return tuple(names)
+
+
+def write_skeleton(repository: Repository, folder: Path, with_samples: bool) -> None:
+    """Make a folder with a repository's small files, and shards with a header and no data.
+
+    Args:
+        repository: what to fetch from.
+        folder: to be filled; made if it is not there.
+        with_samples: also fetch what identifies the data, so that the folder has the fingerprint
+            of the whole download.
+
+    Raises:
+        CheckpointError: as `Repository.fetch`, or a header that cannot be one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(NUM_CONNECTIONS, "hub") as pool:
+        small = [n for n in repository.files if n not in repository.shards]
+        for name, data in zip(small, pool.map(repository.read, small), strict=True):
+            (folder / name).write_bytes(data)
+
+        def make(name: str) -> None:
+            write_shard(folder / name, repository.files[name], read_parts(name))
+
+        def read_parts(name: str) -> dict[int, bytes]:
+            parts = {0: _read_header(repository, name)}
+            if with_samples:
+                parts.update(_read_samples(repository, name, len(parts[0])))
+            return parts
+
+        for _ in pool.map(make, repository.shards):
+            pass
+
+
+def write_shard(path: Path, num_bytes: int, parts: Mapping[int, bytes]) -> None:
+    """Write a file of a given length that holds only some parts, by offset, and else holes."""
+    with path.open("wb") as file:
+        file.truncate(num_bytes)
+        for offset, data in parts.items():
+            file.seek(offset)
+            file.write(data)
+
+
+def _read_header(repository: Repository, name: str) -> bytes:
+    size = repository.files[name]
+    first = repository.read_range(name, 0, min(size, FIRST_BYTES))
+    length = 8 + int.from_bytes(first[:8], "little")
+    if len(first) < 8 or length > min(size, 8 + MAX_HEADER_BYTES):
+        raise CheckpointError(
+            f"safetensors header does not fit its file: {name} of {repository.repo_id}\n"
+            f"expected at most {size} bytes, got {length if len(first) >= 8 else 'no length'}"
+        )
+    if length <= len(first):
+        return first[:length]
+    return first + repository.read_range(name, len(first), length - len(first))
+
+
+def _read_samples(repository: Repository, name: str, data_start: int) -> dict[int, bytes]:
+    return {
+        offset: repository.read_range(name, offset, length)
+        for offset, length in sample_offsets(data_start, repository.files[name])
+        if length
+    }
+
+
+@contextlib.contextmanager
+def translated(repo_id: str, endpoint: str) -> Iterator[None]:
+    """Turn what the client library raises into one clear message."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except errors.GatedRepoError:
+        raise CheckpointError(
+            f"repository is gated: {repo_id}, {endpoint}\n"
+            "hint: accept its terms on its page, then run `hf auth login` or set HF_TOKEN"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise CheckpointError(
+            f"no such repository, or a private one: {repo_id}, {endpoint}\n"
+            "hint: check the spelling OWNER/NAME; for a private one set HF_TOKEN"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise CheckpointError(f"no such revision of {repo_id}, {endpoint}") from None
+    except errors.EntryNotFoundError as error:
+        raise CheckpointError(f"no such file in {repo_id}, {endpoint}\n{error}") from None
+    except errors.HFValidationError as error:
+        raise CheckpointError(f"no repository id: {repo_id}\n{error}") from None
+    except Exception as error:
+        if not isinstance(error, (*_connection_errors(), errors.HfHubHTTPError)):
+            raise
+        raise CheckpointError(
+            f"cannot read {repo_id} from the hub: {endpoint}\n"
+            f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}\n"
+            "hint: check the network; what was downloaded is kept, and the same command goes on"
+        ) from None
+
+
+def _connection_errors() -> tuple[type[Exception], ...]:
+    """What a connection that fails or is cut raises; an answer with an error status is none."""
+    errors: Any = importlib.import_module("huggingface_hub.errors")
+    module = sys.modules[errors.HTTPError.__module__.partition(".")[0]]  # httpx, or its successor
+    return (module.TransportError, ConnectionError)
+
+
+def note_pulled(folder: Path, repository: Repository) -> None:
+    """Write the note that a pull is complete."""
+    note = {"repository": repository.repo_id, "commit": repository.commit}
+    (folder / PULLED_NAME).write_text(json.dumps(note) + "\n")

@@ -1,0 +1,287 @@
+"""Download a model from the hub, whole or converted on the way.
+
+A plain pull fetches the checkpoint's files through the hub's client, which goes on where a cut
+download stopped. A converting pull fetches, for each file of the container, only the ranges it is
+made of, and gives their place back once it is written: the drive holds the container so far and the
+source of one file, never both whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.checkpoint.huggingface import sample_offsets
+from headrace.checkpoint.layout import DENSE_NAME, Recipe
+from headrace.checkpoint.safetensors import TensorEntry, read_header
+from headrace.convert import Progress, convert
+from headrace.convert.plan import ConvertPlan, make_plan
+from headrace.errors import CheckpointError, ConfigError
+from headrace.hub import (
+    NUM_CONNECTIONS,
+    Repository,
+    is_pulled,
+    models_folder,
+    note_pulled,
+    translated,
+    write_shard,
+    write_skeleton,
+)
+
+SKELETON_SUFFIX = ".pulling"
+MAX_GAP = 1 << 16
+"""Bytes between two ranges that are fetched along rather than asked around."""
+MAX_RANGE = 64 << 20
+"""Longer ranges are cut, so that several connections share them."""
+MARGIN_BYTES = 64 << 20
+"""Left free on a drive beyond what is written."""
+Show = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class PullReport:
+    """What a pull did."""
+
+    path: Path
+    total_bytes: int
+    """Of the folder's weights and small files."""
+    already_there: bool
+
+
+@contextlib.contextmanager
+def remote_headers(repository: Repository) -> Iterator[Path]:
+    """Give a folder that describes a repository's model, without its data, for a while.
+
+    It lies on the drive that the model would, where that can be written: the plan states its speed.
+    """
+    near = next(p for p in models_folder().absolute().parents if p.exists())
+    place = near if os.access(near, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="headrace-", dir=place) as name:
+        folder = Path(name) / repository.repo_id.rpartition("/")[2]
+        write_skeleton(repository, folder, with_samples=False)
+        yield folder
+
+
+def pull(repository: Repository, folder: Path, show: Show = lambda *_: None) -> PullReport:
+    """Download a checkpoint into a folder.
+
+    Args:
+        repository: what to download.
+        folder: where to; files of an earlier, cut pull in it are gone on with.
+        show: called often with file, bytes done and bytes in all.
+
+    Raises:
+        CheckpointError: no space, no network, or a file that is not as the hub said.
+        ConfigError: the folder holds something else.
+    """
+    if is_pulled(folder):
+        return PullReport(folder, repository.total_bytes, already_there=True)
+    _require_ours(folder)
+    missing = sum(n for name, n in repository.files.items() if _size(folder / name) != n)
+    begun = sum(p.stat().st_size for p in folder.glob(".cache/**/*.incomplete"))
+    _require_space(folder, max(0, missing - begun), f"the download of {repository.repo_id}")
+    folder.mkdir(parents=True, exist_ok=True)
+    done = 0
+    for name, size in sorted(repository.files.items(), key=lambda item: item[1]):
+        _download(repository, name, folder, _Counter(show, name, done, repository.total_bytes))
+        if _size(folder / name) != size:
+            raise CheckpointError(
+                f"file is not as the hub said: {folder / name}\n"
+                f"expected {size} bytes, got {_size(folder / name)}"
+            )
+        done += size
+    for name in repository.shards:
+        read_header(folder / name)
+    note_pulled(folder, repository)
+    shutil.rmtree(folder / ".cache", ignore_errors=True)
+    return PullReport(folder, repository.total_bytes, already_there=False)
+
+
+def pull_converted(
+    repository: Repository, folder: Path, recipe: Recipe, show: Show = lambda *_: None
+) -> PullReport:
+    """Download a checkpoint and convert it on the way; the folder becomes the container.
+
+    The container is the one that `convert` makes of the whole download, to the byte. Stopped, the
+    same call goes on: finished files are kept.
+
+    Args:
+        repository: what to download.
+        folder: the container to make.
+        recipe: how weights are stored.
+        show: as in `pull`.
+
+    Raises:
+        CheckpointError, UnsupportedModelError, ConfigError: as `pull` and `convert`.
+    """
+    source = folder.with_name(folder.name + SKELETON_SUFFIX)
+    if source.exists():
+        shutil.rmtree(source)  # headers and holes: cheaper made anew than checked
+    write_skeleton(repository, source, with_samples=True)
+    try:
+        plan = make_plan(source, recipe)
+        supply = RemoteSupply(repository, source)
+        _require_space(
+            folder,
+            sum(plan.file_bytes().values()) + plan.other_bytes() + _largest_step(plan, supply),
+            f"{repository.repo_id} converted",
+        )
+
+        def tell(progress: Progress) -> None:
+            show(progress.file, progress.done_bytes, progress.total_bytes)
+
+        report = convert(source, folder, recipe, tell, supply=supply)
+    finally:
+        shutil.rmtree(source)
+    return PullReport(folder, report.total_bytes, report.already_done)
+
+
+class RemoteSupply:
+    """Brings ranges of a repository's shards into files of holes, and takes them out again."""
+
+    def __init__(self, repository: Repository, folder: Path) -> None:
+        """Remember what each shard holds now: its header and the samples that identify it."""
+        self.repository = repository
+        self._kept = {}
+        for name in repository.shards:
+            header = read_header(folder / name)
+            self._kept[folder / name] = _read_kept(folder / name, header.data_start)
+
+    def bring(self, entries: Sequence[TensorEntry]) -> None:
+        """Fetch the data of tensors; see `Supply.bring`."""
+        stop = threading.Event()
+
+        def fetch(piece: tuple[Path, int, int]) -> None:
+            path, offset, length = piece
+            if stop.is_set():
+                return
+            with path.open("r+b") as file:
+                file.seek(offset)
+                self.repository.fetch(path.name, offset, length, file.write)
+
+        with ThreadPoolExecutor(NUM_CONNECTIONS, "pull") as pool:
+            try:
+                for _ in pool.map(fetch, list(self.ranges(entries))):
+                    pass
+            finally:
+                stop.set()
+
+    def release(self, entries: Sequence[TensorEntry]) -> None:
+        """Make holes again of the shards that hold these tensors; see `Supply.release`."""
+        for path in sorted({entry.path for entry in entries}):
+            write_shard(path, self.repository.files[path.name], self._kept[path])
+
+    def ranges(self, entries: Iterable[TensorEntry]) -> Iterator[tuple[Path, int, int]]:
+        """Join neighbours and cut long runs: (file, offset, bytes), by file and offset."""
+        run: tuple[Path, int, int] | None = None
+        for entry in sorted(entries, key=lambda e: (e.path, e.offset)):
+            if run and run[0] == entry.path and entry.offset - (run[1] + run[2]) <= MAX_GAP:
+                run = (run[0], run[1], max(run[2], entry.offset + entry.nbytes - run[1]))
+                continue
+            yield from _cut(run)
+            run = (entry.path, entry.offset, entry.nbytes)
+        yield from _cut(run)
+
+
+def _cut(run: tuple[Path, int, int] | None) -> Iterator[tuple[Path, int, int]]:
+    if run is None:
+        return
+    path, offset, length = run
+    for at in range(0, length, MAX_RANGE):
+        yield path, offset + at, min(MAX_RANGE, length - at)
+
+
+def _read_kept(path: Path, data_start: int) -> dict[int, bytes]:
+    kept = {}
+    with path.open("rb") as file:
+        for offset, length in [(0, data_start), *sample_offsets(data_start, path.stat().st_size)]:
+            file.seek(offset)
+            kept[offset] = file.read(length)
+    return kept
+
+
+def _largest_step(plan: ConvertPlan, supply: RemoteSupply) -> int:
+    """Return the most bytes of the source that one file of the container is made of."""
+    steps: dict[str, list[TensorEntry]] = {
+        DENSE_NAME: [plan.source.entry(t.name) for t in plan.tensors]
+    }
+    for layer in plan.layers:
+        by_expert = plan.source.experts[layer].values()
+        steps[str(layer)] = [entry for by_role in by_expert for entry in by_role.values()]
+    return max(sum(n for _, _, n in supply.ranges(entries)) for entries in steps.values())
+
+
+def _download(repository: Repository, name: str, folder: Path, counter: _Counter) -> None:
+    from huggingface_hub import hf_hub_download
+
+    with translated(repository.repo_id, repository.endpoint):
+        hf_hub_download(
+            repository.repo_id,
+            name,
+            revision=repository.commit,
+            local_dir=folder,
+            endpoint=repository.endpoint,
+            tqdm_class=counter.bar_class(),
+        )
+
+
+@dataclass
+class _Counter:
+    """Turns the progress bars of the hub's client into calls of `show`."""
+
+    show: Show
+    name: str
+    done: int
+    total: int
+
+    def add(self, num_bytes: float | None) -> None:
+        self.done += int(num_bytes or 0)
+        self.show(self.name, self.done, self.total)
+
+    def bar_class(self) -> Any:
+        client: Any = importlib.import_module("huggingface_hub.utils")  # exports without types
+        base: Any = client.tqdm
+        counter = self
+
+        class Bar(base):  # type: ignore[misc]
+            def __init__(self, *args: Any, **options: Any) -> None:
+                super().__init__(*args, **{**options, "disable": True})
+                counter.add(options.get("initial"))
+
+            def update(self, n: float | None = 1) -> None:
+                counter.add(n)
+
+        return Bar
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
+
+
+def _require_ours(folder: Path) -> None:
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / ".cache").is_dir():
+        raise ConfigError(
+            f"folder is not empty and no unfinished pull: {folder}\n"
+            "hint: remove it, or choose another one with --to"
+        )
+
+
+def _require_space(folder: Path, need: int, what: str) -> None:
+    place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    have = shutil.disk_usage(place).free
+    if have < need + MARGIN_BYTES:
+        raise CheckpointError(
+            f"not enough space for {what}: {folder}\n"
+            f"expected {need + MARGIN_BYTES} bytes free ({need / 2**30:.2f} GiB and a margin), "
+            f"got {have} ({have / 2**30:.2f} GiB)\n"
+            "hint: free some space, choose a folder on another drive with --to, or use --convert"
+        )
