@@ -75,7 +75,6 @@ def test_harmless_fields_are_accepted() -> None:
         ("llama", {"hidden_act": "gelu"}, "`hidden_act: 'gelu'`"),
         ("qwen3", {"attention_bias": True}, "`attention_bias: True`"),
         ("llama", {"mlp_bias": True}, "`mlp_bias: True`"),
-        ("qwen3_moe", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("mixtral", {"sliding_window": 64}, "`sliding_window: 64`"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 8}, "`sliding_window: 8`"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),

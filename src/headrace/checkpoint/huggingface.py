@@ -28,10 +28,12 @@ from headrace.checkpoint.base import (
     to_float32,
 )
 from headrace.checkpoint.hf_fused import split_fused
+from headrace.checkpoint.hf_quantised import Quantised, find_quantised
 from headrace.checkpoint.records import (
     FLOAT_FORMATS,
     ExpertNames,
     ExpertTensors,
+    expert_regex,
     group_experts,
     make_in_place_table,
 )
@@ -78,9 +80,11 @@ class HuggingFaceCheckpoint(Checkpoint):
         for header in headers:
             self.entries.update(header.tensors)
         self.experts: ExpertTensors = {}
-        self._dense: Mapping[str, TensorEntry] = self.entries
+        self.quantised, plain = find_quantised(self.config, self.entries)
+        self._dense: Mapping[str, TensorEntry] = plain
         if expert_names is not None:
-            fused, rest = split_fused(self.entries, expert_names)
+            _refuse_experts(self.quantised, expert_names)
+            fused, rest = split_fused(plain, expert_names)
             single, self._dense = group_experts(rest, expert_names)
             self.experts = _join(fused, single, path)
         first_mtp = first_mtp_layer(self.config)
@@ -94,6 +98,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         self.records = make_in_place_table(self.experts, main, num_experts) if main else None
         self.mtp_records = make_in_place_table(self.experts, mtp, num_experts) if mtp else None
         infos = {name: _describe(entry) for name, entry in self._dense.items()}
+        infos |= {name: matrix.info() for name, matrix in self.quantised.items()}
         self.tensors = {n: i for n, i in infos.items() if not is_mtp_name(n, first_mtp)}
         self.mtp_tensors = {n: i for n, i in infos.items() if is_mtp_name(n, first_mtp)}
         self.fingerprint = _fingerprint(path, headers)
@@ -106,6 +111,11 @@ class HuggingFaceCheckpoint(Checkpoint):
             UnsupportedModelError: its dtype is not bf16, f16 or f32.
         """
         self.info(name)
+        if name in self.quantised:
+            raise UnsupportedModelError(
+                f"tensor is quantised ({self.quantised[name].method}): {name}, checkpoint "
+                f"{self.path}\nexpected BF16, F16 or F32 here; matrices run in place as they are"
+            )
         entry = self._dense[name]
         if entry.dtype not in FLOAT_FORMATS:
             raise UnsupportedModelError(
@@ -116,10 +126,13 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def require_readable(self, name: str) -> None:
         """See `Checkpoint.require_readable`; an unused tensor may be of any dtype."""
-        self.entry(name)
+        if name not in self.quantised:
+            self.entry(name)
 
     def load_matrix(self, name: str, format: str | None = None) -> Matrix:
         """Load and interleave a matrix; see `Checkpoint.load_matrix`."""
+        if name in self.quantised and format is None:
+            return self.quantised[name].load()
         entry = self.entry(name)
         require_dimensions(name, entry.shape, 2, self.path)
         rows, cols = entry.shape
@@ -156,6 +169,17 @@ def open_rows(entry: TensorEntry, format: str, resident: bool) -> EmbeddingTable
     read_range(entry.path, entry.offset, data)
     check_finite(data, format, entry.name, entry.path)
     return EmbeddingTable(data.reshape(rows, row_bytes), rows, cols, format)
+
+
+def _refuse_experts(quantised: Mapping[str, Quantised], names: ExpertNames) -> None:
+    regex = expert_regex(names)
+    for name, matrix in quantised.items():
+        if regex.fullmatch(name):
+            raise UnsupportedModelError(
+                f"experts are quantised ({matrix.method}): {name}, file "
+                f"{next(iter(matrix.parts.values())).path}\n"
+                "expected experts in BF16, F16 or F32; other matrices may be quantised"
+            )
 
 
 def _join(fused: ExpertTensors, single: ExpertTensors, path: Path) -> ExpertTensors:

@@ -22,7 +22,7 @@ HARMLESS = {
     ),
     "how weights were stored or loaded; the tensors themselves say it": (
         "torch_dtype dtype use_bfloat16 _attn_implementation_autoset _attn_implementation "
-        "attn_implementation experts_implementation _experts_implementation"
+        "attn_implementation experts_implementation _experts_implementation quantization_config"
     ),
     "training only": (
         "initializer_range attention_dropout hidden_dropout resid_pdrop embd_pdrop "

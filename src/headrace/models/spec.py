@@ -70,14 +70,13 @@ def read_common(fields: ConfigFields) -> ModelSpec:
 
     Raises:
         ConfigError: a field is missing or out of range.
-        UnsupportedModelError: a bias, another activation, a window, quantised weights.
+        UnsupportedModelError: a bias, another activation, a window.
     """
     fields.require("hidden_act", "silu")
     fields.require("attention_bias", False)
     fields.require("qkv_bias", False)
     fields.require("mlp_bias", False)
     fields.require("rope_interleaved", False)
-    fields.require("quantization_config", None)
     _require_full_attention(fields)
     hidden_size = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads")
