@@ -17,17 +17,31 @@
 
 namespace headrace::HEADRACE_ISA {
 
-// ---- the weights of one group as signed bytes [group / 4, 16, 4], and their scales
+// ---- the weights of one group as signed bytes [group / 4, 16, 4], their scales and minimums
 
 struct TileQ8 {
   static constexpr int kCodesPerByte = 1;
   static constexpr int kScaleBytes = 32;
+  static constexpr bool kHasMinimum = false;
   static Floats scales(const unsigned char* p) { return load_f16(p); }
+};
+
+inline Floats load_f32(const unsigned char* p) { return load(reinterpret_cast<const float*>(p)); }
+
+struct TileQ8f : TileQ8 {
+  static constexpr int kScaleBytes = 64;
+  static Floats scales(const unsigned char* p) { return load_f32(p); }
+};
+
+struct TileQ8a : TileQ8f {
+  static constexpr int kScaleBytes = 128;
+  static constexpr bool kHasMinimum = true;
 };
 
 struct TileQ4 {
   static constexpr int kCodesPerByte = 2;
   static constexpr int kScaleBytes = 32;
+  static constexpr bool kHasMinimum = false;
   static Floats scales(const unsigned char* p) { return load_f16(p); }
   // Code + 8 is stored, so bits 3 to 7 of the signed code are the opposite of the nibble's bit 3.
   static __m512i low(__m512i packed) {
@@ -38,9 +52,24 @@ struct TileQ4 {
   }
 };
 
+struct TileQ4f : TileQ4 {
+  static constexpr int kScaleBytes = 64;
+  static Floats scales(const unsigned char* p) { return load_f32(p); }
+};
+
+struct TileQ4a {
+  static constexpr int kCodesPerByte = 2;
+  static constexpr int kScaleBytes = 128;
+  static constexpr bool kHasMinimum = true;
+  static Floats scales(const unsigned char* p) { return load_f32(p); }
+  static __m512i low(__m512i packed) { return low_nibbles({packed}).v; }
+  static __m512i high(__m512i packed) { return high_nibbles({packed}).v; }
+};
+
 struct TileMxfp4 {
   static constexpr int kCodesPerByte = 2;
   static constexpr int kScaleBytes = 16;
+  static constexpr bool kHasMinimum = false;
   static Floats scales(const unsigned char* p) { return half_e8m0(p); }
   // A lookup by the low six bits: the table repeats, so the other nibble's bits do not matter.
   static __m512i low(__m512i packed) {
@@ -58,7 +87,7 @@ template <class F, int group>
 inline constexpr int64_t kGroupBytes = group * kBlockOutputs / F::kCodesPerByte + F::kScaleBytes;
 
 template <class F, int group>
-void unpack_group(const unsigned char* p, int8_t* weights, float* scales) {
+void unpack_group(const unsigned char* p, int8_t* weights, float* scales, float* minimums) {
   constexpr int kVectors = group / 4 / F::kCodesPerByte;
   for (int64_t line = 0; line < kGroupBytes<F, group>; line += 64) {
     prefetch(p + kTilePrefetchBytes + line);
@@ -73,6 +102,7 @@ void unpack_group(const unsigned char* p, int8_t* weights, float* scales) {
     }
   }
   store(scales, F::scales(p + kVectors * 64));
+  if constexpr (F::kHasMinimum) store(minimums, load_f32(p + kVectors * 64 + 64));
 }
 
 // Blocks whose results are kept and written together, because rows of results lie far apart: each
@@ -101,8 +131,10 @@ template <int group>
 struct TilePass {
   const int8_t* x;  // [tiles][num_groups][16 rows][group], at the chunk's first group
   const float* sx;  // [tiles][num_groups][16 rows], the same
+  const float* xs;  // sums of codes, likewise; null without minimums
   const int8_t* w;  // [count][group / 4][16 outputs][4]
   const float* sw;  // [count][16 outputs]
+  const float* mw;  // the minimums, likewise
   int32_t num_tiles;
   int32_t num_groups;  // of the whole rows
   int32_t count;       // groups of this chunk
@@ -112,7 +144,7 @@ struct TilePass {
 };
 
 // Products run two groups ahead of their use, across the border of row tiles.
-template <int group>
+template <class F, int group>
 void multiply_tiles(const TilePass& pass) {
   constexpr int64_t kBytes = kTileRows * group;
   const auto sums_of = [&](int32_t step) { return pass.sums + step % 4 * (kTileBytes / 4); };
@@ -134,7 +166,8 @@ void multiply_tiles(const TilePass& pass) {
   int32_t step = 0;
   for (int32_t t = 0; t < pass.num_tiles; ++t) {
     float* const out = pass.results + t * kTileRows * kResultStride;
-    const float* const sx = pass.sx + int64_t{t} * pass.num_groups * kTileRows;
+    const int64_t first = int64_t{t} * pass.num_groups * kTileRows;
+    const float* const sx = pass.sx + first;
     Floats acc[kTileRows];
     unroll<kTileRows>([&](auto r) __attribute__((always_inline)) {
       acc[r] = pass.is_first ? splat(0.0f) : load(out + r * kResultStride);
@@ -147,6 +180,13 @@ void multiply_tiles(const TilePass& pass) {
         const Ints ints{_mm512_load_si512(dot + r * kBlockOutputs)};
         acc[r] = fma(to_float(ints), mul(splat(sx[g * kTileRows + r]), scales), acc[r]);
       });
+      if constexpr (F::kHasMinimum) {
+        const float* const sums = pass.xs + first + g * kTileRows;
+        const Floats minimums = load(pass.mw + g * kBlockOutputs);
+        unroll<kTileRows>([&](auto r) __attribute__((always_inline)) {
+          acc[r] = fma(splat(sums[r]), mul(splat(sx[g * kTileRows + r]), minimums), acc[r]);
+        });
+      }
     }
     unroll<kTileRows>(
         [&](auto r) __attribute__((always_inline)) { store(out + r * kResultStride, acc[r]); });
@@ -156,23 +196,28 @@ void multiply_tiles(const TilePass& pass) {
 // ---- all rows of a call
 
 // The parts of the thread's scratch.
-template <int group>
+template <class F, int group>
 struct TileWork {
   static constexpr int32_t kChunkGroups = kChunkInputs / group;
 
-  int8_t* activations;   // [tiles][num_groups][16 rows][group]
-  float* row_scales;     // [tiles][num_groups][16 rows]
-  int8_t* weights;       // [2][chunk groups][group / 4][16][4]: one is multiplied, one unpacked
-  float* output_scales;  // [2][chunk groups][16]
-  int32_t* sums;         // [4][16][16]
-  float* results;        // [tiles][16][blocks together][16]
+  int8_t* activations;     // [tiles][num_groups][16 rows][group]
+  float* row_scales;       // [tiles][num_groups][16 rows]
+  float* row_sums;         // the same; of formats with minimums
+  int8_t* weights;         // [2][chunk groups][group / 4][16][4]: one is multiplied, one unpacked
+  float* output_scales;    // [2][chunk groups][16]
+  float* output_minimums;  // the same; of formats with minimums
+  int32_t* sums;           // [4][16][16]
+  float* results;          // [tiles][16][blocks together][16]
 
   TileWork(int32_t num_tiles, int32_t num_groups) {
     const int64_t groups = int64_t{num_tiles} * num_groups;
-    const int64_t bytes[6] = {groups * kTileRows * group,
+    constexpr int64_t kMinimums = F::kHasMinimum ? 1 : 0;
+    const int64_t bytes[8] = {groups * kTileRows * group,
                               groups * kTileRows * 4,
+                              groups * kTileRows * 4 * kMinimums,
                               2 * kChunkInputs * kBlockOutputs,
                               2 * kChunkGroups * kBlockOutputs * 4,
+                              2 * kChunkGroups * kBlockOutputs * 4 * kMinimums,
                               4 * kTileBytes,
                               num_tiles * kBlocksTogether * kTileBytes};
     int64_t total = 0;
@@ -184,35 +229,44 @@ struct TileWork {
     };
     activations = reinterpret_cast<int8_t*>(next(0));
     row_scales = reinterpret_cast<float*>(next(1));
-    weights = reinterpret_cast<int8_t*>(next(2));
-    output_scales = reinterpret_cast<float*>(next(3));
-    sums = reinterpret_cast<int32_t*>(next(4));
-    results = reinterpret_cast<float*>(next(5));
+    row_sums = reinterpret_cast<float*>(next(2));
+    weights = reinterpret_cast<int8_t*>(next(3));
+    output_scales = reinterpret_cast<float*>(next(4));
+    output_minimums = reinterpret_cast<float*>(next(5));
+    sums = reinterpret_cast<int32_t*>(next(6));
+    results = reinterpret_cast<float*>(next(7));
   }
 };
 
 // Rows [row, row + 16) of the call, those that exist; the others become zero.
-template <int group>
-void pack_rows(const LinearArgs& a, int32_t row, int8_t* activations, float* scales) {
+template <class F, int group>
+void pack_rows(const LinearArgs& a, int32_t row, int8_t* activations, float* scales, float* sums) {
   const int32_t rows = a.num_rows - row < kTileRows ? a.num_rows - row : kTileRows;
   if (rows < kTileRows) {
     std::memset(activations, 0, static_cast<size_t>(a.num_groups) * kTileRows * group);
     std::memset(scales, 0, static_cast<size_t>(a.num_groups) * kTileRows * 4);
+    if constexpr (F::kHasMinimum) {
+      std::memset(sums, 0, static_cast<size_t>(a.num_groups) * kTileRows * 4);
+    }
   }
   const int8_t* codes[kTileRows];
   const float* row_scales[kTileRows];
+  const int32_t* row_sums[kTileRows];
   for (int32_t r = 0; r < rows; ++r) {
     const int64_t from = int64_t{in_row(a, row + r)} * a.num_groups;
     codes[r] = a.codes + from * group;
     row_scales[r] = a.scales + from;
+    row_sums[r] = a.sums + from;
   }
   for (int32_t g = 0; g < a.num_groups; ++g) {
     for (int32_t r = 0; r < rows; ++r) {
       std::memcpy(activations + r * group, codes[r] + g * group, group);
       scales[r] = row_scales[r][g];
+      if constexpr (F::kHasMinimum) sums[r] = static_cast<float>(row_sums[r][g]);
     }
     activations += kTileRows * group;
     scales += kTileRows;
+    sums += kTileRows;
   }
 }
 
@@ -221,7 +275,7 @@ template <class F, int group>
 class TileProduct {
  public:
   // Rows [row, row + 16 num_tiles) of the call are in `work`.
-  TileProduct(const LinearArgs& a, const TileWork<group>& work, int32_t num_tiles, int32_t row)
+  TileProduct(const LinearArgs& a, const TileWork<F, group>& work, int32_t num_tiles, int32_t row)
       : a_(a),
         work_(work),
         num_tiles_(num_tiles),
@@ -243,7 +297,7 @@ class TileProduct {
   }
 
  private:
-  static constexpr int32_t kChunkGroups = TileWork<group>::kChunkGroups;
+  static constexpr int32_t kChunkGroups = TileWork<F, group>::kChunkGroups;
 
   int32_t first_group(int64_t chunk) const {
     return static_cast<int32_t>(chunk % chunks_) * kChunkGroups;
@@ -258,6 +312,9 @@ class TileProduct {
   float* output_scales(int64_t chunk) const {
     return work_.output_scales + chunk % 2 * kChunkGroups * kBlockOutputs;
   }
+  float* output_minimums(int64_t chunk) const {
+    return work_.output_minimums + chunk % 2 * kChunkGroups * kBlockOutputs;
+  }
 
   void unpack(int64_t chunk) const {
     const unsigned char* p = reinterpret_cast<const unsigned char*>(a_.weights) +
@@ -265,18 +322,19 @@ class TileProduct {
                              first_group(chunk) * kGroupBytes<F, group>;
     const int32_t groups = count(chunk);
     for (int32_t g = 0; g < groups; ++g) {
-      unpack_group<F, group>(p + g * kGroupBytes<F, group>,
-                             weights(chunk) + g * group * kBlockOutputs,
-                             output_scales(chunk) + g * kBlockOutputs);
+      unpack_group<F, group>(
+          p + g * kGroupBytes<F, group>, weights(chunk) + g * group * kBlockOutputs,
+          output_scales(chunk) + g * kBlockOutputs, output_minimums(chunk) + g * kBlockOutputs);
     }
   }
 
   void multiply(int64_t chunk) const {
     const int64_t first = int64_t{first_group(chunk)} * kTileRows;
-    multiply_tiles<group>({work_.activations + first * group, work_.row_scales + first,
-                           weights(chunk), output_scales(chunk), num_tiles_, a_.num_groups,
-                           count(chunk), first == 0, work_.sums,
-                           work_.results + chunk / chunks_ % kBlocksTogether * kBlockOutputs});
+    multiply_tiles<F, group>({work_.activations + first * group, work_.row_scales + first,
+                              work_.row_sums + first, weights(chunk), output_scales(chunk),
+                              output_minimums(chunk), num_tiles_, a_.num_groups, count(chunk),
+                              first == 0, work_.sums,
+                              work_.results + chunk / chunks_ % kBlocksTogether * kBlockOutputs});
   }
 
   // Of the blocks kept together, up to `last`.
@@ -293,7 +351,7 @@ class TileProduct {
   }
 
   const LinearArgs& a_;
-  const TileWork<group>& work_;
+  const TileWork<F, group>& work_;
   int32_t num_tiles_, row_, chunks_;
 };
 
@@ -305,13 +363,13 @@ void multiply_rows(const LinearArgs& a) {
   const int64_t most = kMaxActivationBytes / bytes_of_tile;
   const int32_t parts = most < 1 ? num_tiles : static_cast<int32_t>((num_tiles + most - 1) / most);
   const int32_t per_part = (num_tiles + parts - 1) / parts;
-  const TileWork<group> work(per_part, a.num_groups);
+  const TileWork<F, group> work(per_part, a.num_groups);
   for (int32_t first = 0; first < num_tiles; first += per_part) {
     const int32_t count = num_tiles - first < per_part ? num_tiles - first : per_part;
     for (int32_t t = 0; t < count; ++t) {
       const int64_t at = int64_t{t} * a.num_groups * kTileRows;
-      pack_rows<group>(a, (first + t) * kTileRows, work.activations + at * group,
-                       work.row_scales + at);
+      pack_rows<F, group>(a, (first + t) * kTileRows, work.activations + at * group,
+                          work.row_scales + at, work.row_sums + at);
     }
     TileProduct<F, group>(a, work, count, first * kTileRows).run();
   }
@@ -355,13 +413,33 @@ void tiles_or_vectors(const LinearArgs& a) {
 
 inline void linear_q8(const LinearArgs& a) { tiles_or_vectors<TileQ8, 32, Format::Q8>(a); }
 inline void linear_mxfp4(const LinearArgs& a) { tiles_or_vectors<TileMxfp4, 32, Format::MXFP4>(a); }
-inline void linear_q4(const LinearArgs& a) {
+
+// Nibbles with groups of 32 or 64.
+template <class F, Format format>
+void nibble_tiles(const LinearArgs& a) {
   if (a.group == 64) {
-    tiles_or_vectors<TileQ4, 64, Format::Q4>(a);
+    tiles_or_vectors<F, 64, format>(a);
   } else {
-    tiles_or_vectors<TileQ4, 32, Format::Q4>(a);
+    tiles_or_vectors<F, 32, format>(a);
   }
 }
+
+// Bytes with groups of 32, or of 16, whose sums cost as much to get out of tiles as all of theirs
+// by vectors.
+template <class F, Format format>
+void byte_tiles(const LinearArgs& a) {
+  if (a.group == 32) {
+    tiles_or_vectors<F, 32, format>(a);
+  } else {
+    avx512_table()->linear[static_cast<int>(format)](a);
+  }
+}
+
+inline void linear_q4(const LinearArgs& a) { nibble_tiles<TileQ4, Format::Q4>(a); }
+inline void linear_q4f(const LinearArgs& a) { nibble_tiles<TileQ4f, Format::Q4F>(a); }
+inline void linear_q4a(const LinearArgs& a) { nibble_tiles<TileQ4a, Format::Q4A>(a); }
+inline void linear_q8f(const LinearArgs& a) { byte_tiles<TileQ8f, Format::Q8F>(a); }
+inline void linear_q8a(const LinearArgs& a) { byte_tiles<TileQ8a, Format::Q8A>(a); }
 
 inline const KernelTable* make_table() {
   static const KernelTable table = [] {
@@ -369,6 +447,10 @@ inline const KernelTable* make_table() {
     t.linear[static_cast<int>(Format::Q8)] = linear_q8;
     t.linear[static_cast<int>(Format::Q4)] = linear_q4;
     t.linear[static_cast<int>(Format::MXFP4)] = linear_mxfp4;
+    t.linear[static_cast<int>(Format::Q8F)] = linear_q8f;
+    t.linear[static_cast<int>(Format::Q8A)] = linear_q8a;
+    t.linear[static_cast<int>(Format::Q4F)] = linear_q4f;
+    t.linear[static_cast<int>(Format::Q4A)] = linear_q4a;
     return t;
   }();
   return &table;
