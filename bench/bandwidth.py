@@ -5,15 +5,17 @@
 
 One machine stands for many: reads of the model take as long as on a drive of the stated bandwidth
 and latency. The machine's own drive must be the faster one; a copy of the model in tmpfs
-stands for drives that are faster than it. A first answer, at the machine's own speed, fills the
-history; then every row is a run from a warm store, and its prediction comes from a plan made with
-the same history. `--repeat` rows per rate, in turns; steal above 5 % voids a row.
+stands for drives that are faster than it. Some answers, at the machine's own speed, fill the
+history; then every row is another answer from a store that the history warmed, and its prediction
+comes from a plan made with the same history, at the row's bandwidth.
+`--repeat` rows per rate, in turns; steal above 5 % voids a row.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -25,6 +27,7 @@ from machine import Steal, describe
 PROMPT = "The quick brown fox jumps over the lazy dog."
 RATES = "100MB/s,200MB/s,400MB/s,800MB/s,1200MB/s"
 READERS = 4
+LEARNING_RUNS = 2
 
 
 def rate(text: str) -> float:
@@ -40,6 +43,7 @@ def main() -> None:
     parser.add_argument("--rates", default=RATES)
     parser.add_argument("--latency", type=float, default=0.0, help="seconds per read")
     parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--learn", type=int, default=128, help="tokens of each answer before")
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
     model = args.model.resolve()
@@ -47,12 +51,16 @@ def main() -> None:
     rows: dict[float, list[tuple[float, float]]] = {rate(r): [] for r in args.rates.split(",")}
     print(describe())
     with tempfile.TemporaryDirectory() as folder:
-        experts = ExpertConfig(readers=READERS, history_path=Path(folder) / "history")
+        experts = ExpertConfig(
+            readers=READERS, block_bytes=1 << 20, direct=True, history_path=Path(folder) / "history"
+        )
         config = EngineConfig(memory=args.memory, experts=experts)
-        with LLM(model, config) as llm:
-            llm.generate(PROMPT, params)
+        for seed in range(LEARNING_RUNS):
+            with LLM(model, config) as llm:
+                llm.generate(PROMPT, SamplingParams(max_tokens=args.learn, seed=seed))
         columns = ("drive", 11), ("tok/s", 8), ("plan", 8), ("of plan", 9), ("MB/token", 10)
         print("".join(f"{name:>{width}}" for name, width in (*columns, ("plan", 7), ("steal", 7))))
+        config = replace(config, experts=replace(experts, history="read"))
         for _ in range(args.repeat):
             for bytes_per_s, seen in rows.items():
                 seen.append(measure(model, config, params, bytes_per_s, args.latency))
@@ -70,17 +78,17 @@ def measure(
     """One answer at a bandwidth: tokens per second, and those that the plan predicted."""
     _core.slow_drive(str(model), bytes_per_s=bytes_per_s, latency_s=latency_s)
     plan = plan_model(model, config)
-    expected = plan.tokens_per_s(bytes_per_s, plan.expected_hit_rate or 0.0) or 0.0
+    expected = plan.predicted_tokens_per_s(bytes_per_s) or 0.0
+    per_token = plan.forecast.bytes_per_token if plan.forecast is not None else 0.0
     try:
         with Steal() as steal, LLM(model, config) as llm:
-            llm.generate(PROMPT, params)
             receipt = llm.generate(PROMPT, params).receipt
     finally:
         _core.clear_slow_drives()
     speed = receipt.decode_tokens_per_s
     print(
         f"{bytes_per_s / 1e6:6.0f} MB/s{speed:8.2f}{expected:8.2f}{speed / expected:9.0%}"
-        f"{receipt.bytes_read_per_token / 1e6:10.1f}{bytes_per_s / expected / 1e6:7.1f}"
+        f"{receipt.bytes_read_per_token / 1e6:10.1f}{per_token / 1e6:7.1f}"
         f"{steal.share:7.1%}"
     )
     return speed, expected

@@ -34,6 +34,7 @@ from headrace.engine.sequence import Sequence as TokenSequence
 from headrace.engine.sequence import State, TokenLogprob
 from headrace.errors import CheckpointError, ConfigError, RequestError
 from headrace.experts import ExpertStore, History, StoreStats
+from headrace.experts.forecast import make_forecast
 from headrace.experts.history import default_path
 from headrace.experts.reading import Reading, drive_rates, observe_run, resolve_reading
 from headrace.hub import find_pulled
@@ -697,7 +698,14 @@ def plan_model(model: str | Path, config: EngineConfig) -> MemoryPlan:
     plan = plan_memory(
         spec, checkpoint, config, num_threads=threads, counts=counts, reading=reading
     )
-    return with_tuned(plan, tuned)
+    plan = with_tuned(plan, tuned)
+    records = checkpoint.records
+    if records is None or history is None or plan.is_resident:
+        return plan
+    forecast = make_forecast(
+        history, records, config.experts, checkpoint.fingerprint, plan.num_slots
+    )
+    return plan.with_forecast(forecast)
 
 
 def plain_transcript(messages: Sequence[Message]) -> str:

@@ -7,7 +7,7 @@ written out.
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from headrace.checkpoint import Checkpoint
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, MemoryBudgetError
+from headrace.experts.forecast import Forecast
 from headrace.experts.policy import policy_bytes
 from headrace.experts.reading import Reading
 from headrace.metrics import available_memory_bytes
@@ -163,6 +164,7 @@ class MemoryPlan:
     readers_from: str  # option | tuned | measured | remembered | default
     drive_bytes_per_s: float | None  # as measured with these readers; None if nobody has
     notes: tuple[str, ...]
+    forecast: Forecast | None  # by the routing of the last tokens; None without them
 
     @property
     def is_resident(self) -> bool:
@@ -193,9 +195,37 @@ class MemoryPlan:
         missed = (1 - hit_rate) * self.cold_bytes_per_token
         return drive_bytes_per_s / missed if missed > 0 else None
 
+    def predicted_tokens_per_s(self, drive_bytes_per_s: float | None) -> float | None:
+        """Predict decoding, as well as what is known allows.
+
+        By the forecast, if there is one: a token takes the time it took without stalls, and what
+        its misses will make it wait. Otherwise the bound that the drive alone sets.
+
+        Args:
+            drive_bytes_per_s: None takes the drive as measured.
+
+        Returns:
+            None if nothing is read, or nothing is known of the drive.
+        """
+        if self.is_resident:
+            return None
+        if self.forecast is not None:
+            speed = self.forecast.tokens_per_s(drive_bytes_per_s)
+            if speed is not None:
+                return speed
+        drive = drive_bytes_per_s or self.drive_bytes_per_s
+        return None if drive is None else self.tokens_per_s(drive, self.expected_hit_rate or 0.0)
+
+    def with_forecast(self, forecast: Forecast | None) -> "MemoryPlan":
+        """Return the plan with what a replay of the last tokens says of its slots."""
+        if forecast is None:
+            return self
+        return replace(self, forecast=forecast, expected_hit_rate=forecast.hit_rate)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as plain values for JSON."""
-        return asdict(self)
+        forecast = None if self.forecast is None else self.forecast.as_dict()
+        return {**asdict(self), "forecast": forecast}
 
 
 def plan_memory(
@@ -340,6 +370,7 @@ def make_plan(
         readers_from="default" if reading is None else reading.source,
         drive_bytes_per_s=None if reading is None else reading.drive_bytes_per_s,
         notes=_notes(sizes, num_slots),
+        forecast=None,
     )
 
 

@@ -551,3 +551,26 @@ def test_the_ceiling_holds_and_changes_no_token(
     assert receipt["expert_misses"] > roomy["receipt"]["expert_misses"]
     assert roomy["receipt"]["num_slots"] == plan["num_records"]
     assert tight["ids"] == roomy["ids"]
+
+
+def test_mirror_and_drives(cli: Any, tiny: Path, tmp_path: Path) -> None:
+    model, drive = tmp_path / "model", tmp_path / "drive"
+    cli("convert", tiny, model, "--experts", "q8")
+    options = ("--drive", drive, "--rates", "1GB/s,1GB/s")
+    planned = json.loads(cli("mirror", "plan", model, *options, "--json").out)
+    assert planned["wanted_share"] == 0.5 and 0 < planned["num_chosen"] < planned["num_records"]
+    assert not drive.exists()
+    assert "copies of" in cli("mirror", "plan", model, *options).out
+    assert "copied" in cli("mirror", "stage", model, *options).out
+    checked = json.loads(cli("mirror", "verify", model, "--drive", drive, "--json").out)
+    assert checked == {"good": planned["num_chosen"], "missing": 0, "problems": []}
+    asked = (model, "hello", "-n", 8, "--temperature", 0, "--json", *QUIET)
+    alone, both = (json.loads(cli("run", *asked, *more).out) for more in ((), ("--drive", drive)))
+    assert alone["ids"] == both["ids"]
+    assert [one["path"] for one in both["receipt"]["drives"]] == [str(model), str(drive)]
+    refused = cli("run", tiny, "hello", "--drive", drive, *QUIET)
+    assert refused.status == 1 and "convert" in refused.err
+    wrong = cli("mirror", "plan", model, "--drive", drive, "--rates", "1GB/s")
+    assert wrong.status == 2
+    (drive / "experts-000.safetensors").unlink(missing_ok=True)
+    assert cli("mirror", "verify", model, "--drive", drive).status == 1

@@ -44,9 +44,8 @@ def command(
     if not as_json:
         print_plan(made, model, drive_bytes_per_s)
         return
-    drive, speed = drive_bytes_per_s or made.drive_bytes_per_s, None
-    if drive is not None:
-        speed = made.tokens_per_s(drive, made.expected_hit_rate or 0.0)
+    drive = drive_bytes_per_s or made.drive_bytes_per_s
+    speed = made.predicted_tokens_per_s(drive_bytes_per_s)
     report = {"model": model, **made.as_dict(), "drive_bytes_per_s": drive}
     print(json.dumps({**report, "predicted_tokens_per_s": speed}, ensure_ascii=False))
 

@@ -126,13 +126,19 @@ def _plan_lines(plan: "MemoryPlan", drive_bytes_per_s: float | None) -> list[str
     rate = plan.expected_hit_rate
     lines.append(
         "expected hit rate: "
-        + ("not known, no history" if rate is None else f"{100 * rate:.1f} % from the history")
+        + ("not known, no history" if rate is None else f"{100 * rate:.1f} % {_source(plan)}")
         if not plan.is_resident
         else "expected hit rate: 100 % once read"
     )
     lines.append(_reading_line(plan))
-    lines.append(_speed_line(plan, drive_bytes_per_s or plan.drive_bytes_per_s))
+    lines.append(_speed_line(plan, drive_bytes_per_s))
     return lines
+
+
+def _source(plan: "MemoryPlan") -> str:
+    if plan.forecast is None:
+        return "from the history"
+    return f"by a replay of the last {plan.forecast.tokens} tokens ({plan.forecast.policy})"
 
 
 def _reading_line(plan: "MemoryPlan") -> str:
@@ -147,10 +153,19 @@ def _reading_line(plan: "MemoryPlan") -> str:
 def _speed_line(plan: "MemoryPlan", drive_bytes_per_s: float | None) -> str:
     if plan.is_resident:
         return "predicted speed: not bound by the drive"
+    speed = plan.predicted_tokens_per_s(drive_bytes_per_s)
+    if plan.forecast is not None and speed is not None:
+        on = (
+            "as recorded" if drive_bytes_per_s is None else f"at {drive_bytes_per_s / 1e9:.2f} GB/s"
+        )
+        return (
+            f"predicted speed: {speed:.2f} tok/s {on}, reading "
+            f"{format_bytes(plan.forecast.bytes_per_token)} per token and computing meanwhile"
+        )
+    drive_bytes_per_s = drive_bytes_per_s or plan.drive_bytes_per_s
     if drive_bytes_per_s is None:
         return "predicted speed: drive not measured (a run measures it, or `headrace bench disk`)"
     hit_rate = plan.expected_hit_rate or 0.0
-    speed = plan.tokens_per_s(drive_bytes_per_s, hit_rate)
     assert speed is not None, "a plan that is not resident misses"
     return (
         f"predicted speed: at most {speed:.2f} tok/s = {drive_bytes_per_s / 1e9:.2f} GB/s / "

@@ -297,13 +297,14 @@ class RecentRouting:
         """Tokens held."""
         return sum(block.num_tokens for block in self._blocks)
 
-    def trace(self) -> Trace:
-        """Return what is held, to be replayed."""
+    def trace(self, *, older_half: bool = False) -> Trace:
+        """Return what is held, to be replayed; or the older half of its blocks."""
         native = _core.Trace(len(self._header.layers), self._header.num_experts)
-        for block in self._blocks:
+        blocks = list(self._blocks)[: len(self._blocks) // 2 if older_half else None]
+        for block in blocks:
             native.add(block.payload)
-        pace = functools.reduce(operator.add, (block.pace for block in self._blocks), Pace())
-        return Trace(self._header, native, self.num_tokens, pace)
+        pace = functools.reduce(operator.add, (block.pace for block in blocks), Pace())
+        return Trace(self._header, native, sum(block.num_tokens for block in blocks), pace)
 
     def add(self, block: Block) -> None:
         """Add a block, and drop the oldest beyond what is kept."""
