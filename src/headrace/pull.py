@@ -212,7 +212,7 @@ def _read_kept(path: Path, data_start: int) -> dict[int, bytes]:
 def _largest_step(plan: ConvertPlan, supply: RemoteSupply) -> int:
     """Return the most bytes of the source that one file of the container is made of."""
     steps: dict[str, list[TensorEntry]] = {
-        DENSE_NAME: [plan.source.entry(t.name) for t in plan.tensors]
+        DENSE_NAME: [e for t in plan.tensors for e in plan.source.entries_of(t.name)]
     }
     for layer in plan.layers:
         by_expert = plan.source.experts[layer].values()

@@ -15,6 +15,8 @@ from tiny_models import open_model, run
 
 from headrace import _core
 from headrace.checkpoint import open_checkpoint
+from headrace.checkpoint.layout import Recipe
+from headrace.convert import convert
 from headrace.errors import CheckpointError, EngineError, UnsupportedModelError
 
 HIDDEN, INNER, VOCAB = 128, 256, 64
@@ -234,6 +236,30 @@ def test_a_quantised_model_runs_in_place(case: str, tmp_path: Path) -> None:
     whole = run(model, None, ids, [8])
     assert np.isfinite(whole).all()
     np.testing.assert_array_equal(whole, run(model, None, ids, [3, 1, 4]))
+
+
+@pytest.mark.parametrize("case", ["fp8", "nvfp4", "packed-asym-64", "gptq-128"])
+def test_convert_takes_the_real_numbers(case: str, tmp_path: Path) -> None:
+    settings, make, *_ = CASES[case]
+    values = _write(tmp_path / "codes", settings, make)
+    tokenizer = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    _write(tmp_path / "plain", settings, make, lambda *stored: _expand(*stored, values))
+    (tmp_path / "plain" / "config.json").write_text(json.dumps(CONFIG))
+    made = []
+    for name in ("codes", "plain"):
+        text = json.dumps({"version": "1.0", "model": tokenizer})
+        (tmp_path / name / "tokenizer.json").write_text(text)
+        convert(tmp_path / name, tmp_path / f"{name}.hr", Recipe(dense="q4"))
+        made.append((tmp_path / f"{name}.hr" / "dense.safetensors").read_bytes())
+    assert made[0] == made[1]
+
+
+def _expand(tensors: Tensors, dtypes: dict[str, str], values: dict[str, np.ndarray]) -> None:
+    dtypes.clear()
+    for name, array in values.items():
+        for stored in [n for n in tensors if n.startswith(name + ".")]:
+            del tensors[stored]
+        tensors[name + ".weight"] = array.astype(np.float32)
 
 
 def _drop(name: str) -> Callable[[Tensors, dict[str, str]], None]:

@@ -79,6 +79,10 @@ class Quantised:
         data = _core.pack_codes(codes, scales, minimums, self.format, self.group, self.name)
         return Matrix(data, self.format, *self.shape, self.group)
 
+    def values(self) -> Float32:
+        """Read the real numbers, [N, K] float32; as `load`."""
+        return _core.unpack(self.load())
+
     def decode(self, arrays: Arrays) -> tuple[np.ndarray, Float32, Float32 | None]:
         """Return codes [N, K] and, per group of the packed format, scales and minimums.
 

@@ -124,6 +124,12 @@ class HuggingFaceCheckpoint(Checkpoint):
             )
         return entry
 
+    def entries_of(self, name: str) -> list[TensorEntry]:
+        """Return where the stored tensors lie that make up a dense tensor; as `entry`."""
+        if name in self.quantised:
+            return list(self.quantised[name].parts.values())
+        return [self.entry(name)]
+
     def require_readable(self, name: str) -> None:
         """See `Checkpoint.require_readable`; an unused tensor may be of any dtype."""
         if name not in self.quantised:

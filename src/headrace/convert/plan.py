@@ -150,7 +150,8 @@ def _plan_tensor(
     formats: Assignment,
     head: str,
 ) -> DenseTensor:
-    format = FLOAT_FORMATS[source.entry(name).dtype]
+    is_coded = name in source.quantised and name != names.name("embed_tokens")
+    format = "f32" if is_coded else FLOAT_FORMATS[source.entry(name).dtype]
     if len(info.shape) == 1 and info.shape[0]:
         return DenseTensor(name, "vector", "f32", 1, info.shape)
     if len(info.shape) != 2 or 0 in info.shape:

@@ -215,7 +215,7 @@ class _Conversion:
             [(t.nbytes, t.stored_bytes) for t in tensors],
             advance,
             lambda: self._supplied(
-                [self.plan.source.entry(t.name) for t in tensors],
+                [e for t in tensors for e in self.plan.source.entries_of(t.name)],
                 lambda: write_dense_file(
                     self.journal.partial / DENSE_NAME, tensors, self._load_dense, advance
                 ),
@@ -236,6 +236,8 @@ class _Conversion:
         return checksums
 
     def _load_dense(self, tensor: DenseTensor) -> Bytes:
+        if tensor.name in self.plan.source.quantised:
+            return self._pack_coded(tensor)
         entry = self.plan.source.entry(tensor.name)
         source = FLOAT_FORMATS[entry.dtype]
         if tensor.kind == "matrix":
@@ -263,6 +265,15 @@ class _Conversion:
         read_range(entry.path, entry.offset, out)
         check_finite(out, source, tensor.name, entry.path)
         return out
+
+    def _pack_coded(self, tensor: DenseTensor) -> Bytes:
+        """Pack a matrix that the source holds in codes, by the real numbers they stand for."""
+        matrix = self.plan.source.quantised[tensor.name]
+        return self.quantiser.pack(
+            matrix.values().reshape(-1).view(np.uint8), matrix.shape, "f32", tensor.format,
+            tensor.group, tensor.name, self.plan.source.path, kind=self.plan.class_of(tensor),
+            importance=self.importance.of_dense(tensor.name, matrix.shape[1]),
+        )  # fmt: skip
 
     def _records(self, layer: int) -> list[int]:
         """Write a layer's file unless it is there; return its checksums."""
