@@ -26,6 +26,7 @@
 #include "bind/bind.h"
 #include "io/memory.h"
 #include "kernels/format.h"
+#include "kernels/gguf_blocks.h"
 #include "kernels/kernel_table.h"
 #include "kernels/linear.h"
 #include "kernels/memory_feed.h"
@@ -185,6 +186,50 @@ NumpyArray<uint8_t> pack_code_arrays(const AnyArray& codes, const AnyArray& scal
   return packed;
 }
 
+// Rows of GGUF blocks, packed: reader threads do the same for experts.
+NumpyArray<uint8_t> repack_gguf_rows(
+    const nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& rows,
+    int32_t type_id, int64_t num_cols, const std::string& format_name, int64_t group,
+    const std::string& name) {
+  const GgufType& type = gguf_type(type_id);
+  const Format format = parse_format(format_name);
+  const int32_t cols = narrow(num_cols, "repack_gguf", "cols");
+  const int32_t num_rows = narrow(static_cast<int64_t>(rows.shape(0)), "repack_gguf", "rows");
+  const int32_t g = checked_group(format, narrow(group, "repack_gguf", "group"));
+  require_gguf(type, cols, format, g);
+  const int64_t row_bytes = int64_t{cols} / type.block * type.nbytes;
+  if (static_cast<int64_t>(rows.shape(1)) != row_bytes) {
+    throw_shape("repack_gguf: expected rows of " + std::to_string(row_bytes) + " bytes, got " +
+                std::to_string(rows.shape(1)));
+  }
+  NumpyArray<uint8_t> packed = aligned_empty(packed_bytes(format, num_rows, cols, g));
+  const auto* source = reinterpret_cast<const std::byte*>(rows.data());
+  auto* dest = reinterpret_cast<std::byte*>(packed.data());
+  std::atomic<int64_t> first_bad{INT64_MAX};
+  {
+    nb::gil_scoped_release release;
+    shared_pool()->run(num_blocks(num_rows), [&](int64_t block) {
+      const int64_t first = block * kBlockOutputs;
+      const int32_t count =
+          static_cast<int32_t>(std::min<int64_t>(kBlockOutputs, num_rows - first));
+      const int64_t bad = repack_gguf(source + first * row_bytes, type, count, cols, format, g,
+                                      dest + block * block_bytes(format, cols, g));
+      if (bad < 0) return;
+      int64_t seen = first_bad.load();
+      while (first * cols + bad < seen &&
+             !first_bad.compare_exchange_weak(seen, first * cols + bad)) {
+      }
+    });
+  }
+  if (const int64_t bad = first_bad.load(); bad != INT64_MAX) {
+    throw Error(ErrorKind::Checkpoint, "weight is not finite: tensor " + name + ", index [" +
+                                           std::to_string(bad / cols) + ", " +
+                                           std::to_string(bad % cols) +
+                                           "]\nexpected finite scales only, got a NaN or infinity");
+  }
+  return packed;
+}
+
 void bind_matrices(nb::module_& m) {
   nb::class_<PackedMatrix>(m, "Matrix")
       .def(
@@ -211,6 +256,8 @@ void bind_matrices(nb::module_& m) {
   m.def("quantise", quantise_weights, "w"_a, "format"_a, "group"_a, "importance"_a = nb::none(),
         "name"_a = "");
   m.def("pack_codes", pack_code_arrays, "codes"_a, "scales"_a, "minimums"_a.none(), "format"_a,
+        "group"_a, "name"_a = "");
+  m.def("repack_gguf", repack_gguf_rows, "rows"_a.noconvert(), "type"_a, "cols"_a, "format"_a,
         "group"_a, "name"_a = "");
   m.def("unpack", unpack_matrix, "matrix"_a);
   m.def("aligned_empty", aligned_empty, "num_bytes"_a);

@@ -27,6 +27,7 @@
 #include "io/memory.h"
 #include "io/throttle.h"
 #include "kernels/format.h"
+#include "kernels/gguf_blocks.h"
 #include "kernels/pack.h"
 #include "store/expert_store.h"
 
@@ -106,16 +107,44 @@ void read_named(const std::vector<NamedRequest>& requests, int32_t readers, int6
   io::read_named_ranges(ranges, readers, block_bytes);
 }
 
-// The repacking kernel is given to the store here, so that neither knows the other.
-constexpr store::Repack repack_rows = &interleave_rows;
+// The repacking kernels are given to the store here, so that neither knows the other.
+int64_t repack_rows(const std::byte* source, int32_t encoding, const ExpertMatrix& matrix,
+                    int32_t num_rows, std::byte* dest) {
+  if (encoding == store::kPlainRows) {
+    return interleave_rows(source, matrix.format, num_rows, matrix.cols, dest);
+  }
+  return repack_gguf(source, gguf_type(encoding), num_rows, matrix.cols, matrix.format,
+                     matrix.group, dest);
+}
+
+// What `encoding` [layers, 3] says of the rows of each matrix.
+std::vector<store::RowSource> row_sources(const Table<int32_t, 2>& encoding,
+                                          const ExpertLayout& layout) {
+  const ExpertMatrix* matrices[] = {&layout.gate, &layout.up, &layout.down};
+  if (encoding.shape(1) != 3) throw Error(ErrorKind::Shape, "encodings are not [layers, 3]");
+  std::vector<store::RowSource> sources;
+  for (size_t i = 0; i < encoding.size(); ++i) {
+    const ExpertMatrix& matrix = *matrices[i % 3];
+    const int64_t packed = block_bytes(matrix.format, matrix.cols, matrix.group);
+    const int32_t id = encoding.data()[i];
+    if (id == store::kPlainRows) {
+      sources.push_back({id, matrix.cols * (matrix.format == Format::F32 ? 4 : 2), packed});
+      continue;
+    }
+    const GgufType& type = gguf_type(id);
+    require_gguf(type, matrix.cols, matrix.format, matrix.group);
+    sources.push_back({id, int64_t{matrix.cols} / type.block * type.nbytes, packed});
+  }
+  return sources;
+}
 
 std::shared_ptr<ExpertStore> open_store(
     std::vector<std::string> files, std::vector<int32_t> layers, int32_t num_experts,
     const MatrixTuple& gate, const MatrixTuple& up, const MatrixTuple& down, int64_t record_bytes,
     const Table<int32_t, 3>& file, const Table<int64_t, 3>& offset, const Table<int64_t, 3>& length,
-    const std::optional<Table<uint64_t, 2>>& checksum, bool in_place,
-    std::vector<int32_t> drive_of_file, const Table<int64_t, 2>& copies,
-    const store::Options& options) {
+    const std::optional<Table<uint64_t, 2>>& checksum,
+    const std::optional<Table<int32_t, 2>>& encoding, std::vector<int32_t> drive_of_file,
+    const Table<int64_t, 2>& copies, const store::Options& options) {
   store::RecordTable table;
   table.files = std::move(files);
   table.layers = std::move(layers);
@@ -130,7 +159,10 @@ std::shared_ptr<ExpertStore> open_store(
     table.parts.push_back({file.data()[i], offset.data()[i], length.data()[i]});
   }
   if (checksum) table.checksums.assign(checksum->data(), checksum->data() + checksum->size());
-  if (in_place) table.repack = repack_rows;
+  if (encoding) {
+    table.repack = &repack_rows;
+    table.sources = row_sources(*encoding, table.layout);
+  }
   table.drive_of_file = std::move(drive_of_file);
   if (copies.shape(1) != 3) {
     throw Error(ErrorKind::Shape, "copies of records are not rows of record, file and offset");
@@ -312,24 +344,25 @@ void bind_expert_store(nb::module_& m) {
                        int32_t num_experts, const MatrixTuple& gate, const MatrixTuple& up,
                        const MatrixTuple& down, int64_t record_bytes, const Table<int32_t, 3>& file,
                        const Table<int64_t, 3>& offset, const Table<int64_t, 3>& length,
-                       const std::optional<Table<uint64_t, 2>>& checksum, bool in_place,
-                       int32_t num_slots, int32_t num_readers, int64_t block_bytes,
-                       int32_t read_ahead, bool direct, double half_life_tokens, bool lock,
-                       const std::string& policy, std::vector<int32_t> drive_of_file,
-                       const Table<int64_t, 2>& copies,
+                       const std::optional<Table<uint64_t, 2>>& checksum,
+                       const std::optional<Table<int32_t, 2>>& encoding, int32_t num_slots,
+                       int32_t num_readers, int64_t block_bytes, int32_t read_ahead, bool direct,
+                       double half_life_tokens, bool lock, const std::string& policy,
+                       std::vector<int32_t> drive_of_file, const Table<int64_t, 2>& copies,
                        const std::vector<std::pair<int32_t, double>>& drives) {
              store::Options options{
                  num_slots, num_readers,      block_bytes, read_ahead,
                  direct,    half_life_tokens, lock,        store::parse_policy(policy)};
              for (const auto& [readers, rate] : drives) options.drives.push_back({readers, rate});
              return open_store(std::move(files), std::move(layers), num_experts, gate, up, down,
-                               record_bytes, file, offset, length, checksum, in_place,
+                               record_bytes, file, offset, length, checksum, encoding,
                                std::move(drive_of_file), copies, options);
            }),
            nb::kw_only(), "files"_a, "layers"_a, "num_experts"_a, "gate"_a, "up"_a, "down"_a,
-           "record_bytes"_a, "file"_a, "offset"_a, "length"_a, "checksum"_a.none(), "in_place"_a,
-           "num_slots"_a, "num_readers"_a, "block_bytes"_a, "read_ahead"_a, "direct"_a,
-           "half_life_tokens"_a, "lock"_a, "policy"_a, "drive_of_file"_a, "copies"_a, "drives"_a)
+           "record_bytes"_a, "file"_a, "offset"_a, "length"_a, "checksum"_a.none(),
+           "encoding"_a.none(), "num_slots"_a, "num_readers"_a, "block_bytes"_a, "read_ahead"_a,
+           "direct"_a, "half_life_tokens"_a, "lock"_a, "policy"_a, "drive_of_file"_a, "copies"_a,
+           "drives"_a)
       .def(
           "acquire",
           [](ExpertStore& store, int32_t layer, const Table<int32_t, 2>& ids) {

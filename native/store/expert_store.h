@@ -34,11 +34,20 @@
 
 namespace headrace::store {
 
-// Interleaves `rows` row-major rows of `cols` values into packed blocks of 16 outputs, the last one
-// padded with zero rows. Given from outside: the store knows no arithmetic. Returns the row-major
-// index of the first value that is no finite number, or -1.
-using Repack = int64_t (*)(const std::byte* source, Format dtype, int32_t rows, int32_t cols,
-                           std::byte* dest);
+inline constexpr int32_t kPlainRows = -1;
+
+// How the rows of one matrix stand in their file, and what becomes of them.
+struct RowSource {
+  int32_t encoding;      // kPlainRows: values of the matrix' own format; else what Repack knows
+  int64_t row_bytes;     // in the file
+  int64_t packed_bytes;  // of 16 rows in the record
+};
+
+// Lays `num_rows` rows, one after the other, out as packed blocks of 16 outputs of `matrix`, the
+// last one padded with zero rows. Given from outside: the store knows no arithmetic. Returns the
+// row-major index of the first value that is no finite number, or -1.
+using Repack = int64_t (*)(const std::byte* source, int32_t encoding, const ExpertMatrix& matrix,
+                           int32_t num_rows, std::byte* dest);
 
 struct RecordPart {
   int32_t file;
@@ -46,8 +55,8 @@ struct RecordPart {
   int64_t length;
 };
 
-// Where every record is. A packed record is one part; a record in place is three row-major matrices
-// (gate, up, down) anywhere in any files, interleaved by `repack` while they are read.
+// Where every record is. A packed record is one part; a record in place is three matrices (gate,
+// up, down), row after row, anywhere in any files, laid out by `repack` while they are read.
 struct RecordTable {
   std::vector<std::string> files;
   std::vector<int32_t> layers;  // the model's layer number of each row of the table
@@ -57,6 +66,7 @@ struct RecordTable {
   std::vector<RecordPart> parts;       // [layers, experts, parts_per_record]
   std::vector<uint64_t> checksums;     // [layers, experts] of packed records, or empty
   Repack repack = nullptr;             // set when in place
+  std::vector<RowSource> sources;      // [layers, 3] when in place
   std::vector<int32_t> drive_of_file;  // may be shorter than files: the rest lie on drive 0
   std::vector<RecordCopy> copies;      // of packed records, in files that `files` names, too
 };

@@ -21,22 +21,21 @@ const ExpertMatrix& matrix(const ExpertLayout& layout, int32_t part) {
 
 int64_t element_bytes(Format format) { return format == Format::F32 ? 4 : 2; }
 
-bool is_floating(Format format) {
-  return format == Format::F32 || format == Format::F16 || format == Format::BF16;
-}
-
 int64_t num_values(const ExpertMatrix& matrix) { return int64_t{matrix.rows} * matrix.cols; }
 
-int64_t row_bytes(const ExpertMatrix& matrix) { return matrix.cols * element_bytes(matrix.format); }
-
-// Rows of one block of a record in place: whole groups of 16, about block_bytes.
-int32_t rows_per_block(const ExpertMatrix& matrix, int64_t block_bytes) {
-  const int64_t groups = block_bytes / (row_bytes(matrix) * kBlockOutputs);
-  return static_cast<int32_t>(std::max<int64_t>(groups, 1)) * kBlockOutputs;
+// How a part of a record in place stands in its file.
+const RowSource& row_source(const RecordTable& table, int32_t record, int32_t part) {
+  return table.sources[at(record / table.num_experts * 3 + part)];
 }
 
-int32_t blocks_of(const ExpertMatrix& matrix, int64_t block_bytes) {
-  const int32_t step = rows_per_block(matrix, block_bytes);
+// Rows of one block of a record in place: whole groups of 16, about block_bytes.
+int32_t rows_per_block(const RowSource& source, int64_t block_bytes) {
+  const int64_t groups = block_bytes / (source.row_bytes * kBlockOutputs);
+  return static_cast<int32_t>(std::clamp<int64_t>(groups, 1, 1 << 20)) * kBlockOutputs;
+}
+
+int32_t blocks_of(const ExpertMatrix& matrix, const RowSource& source, int64_t block_bytes) {
+  const int32_t step = rows_per_block(source, block_bytes);
   return (matrix.rows + step - 1) / step;
 }
 
@@ -49,6 +48,23 @@ int64_t packed_block_bytes(int64_t length, int64_t block_bytes) {
 
 [[noreturn]] void fail(const std::string& message) {
   throw Error(ErrorKind::Checkpoint, "expert table is inconsistent: " + message);
+}
+
+// Whether the rows that every layer reads for a part fit the record.
+void check_sources(const RecordTable& table) {
+  if (table.sources.size() != table.layers.size() * 3) fail("encodings are missing");
+  for (size_t i = 0; i < table.sources.size(); ++i) {
+    const RowSource& source = table.sources[i];
+    const ExpertMatrix& one = matrix(table.layout, static_cast<int32_t>(i % 3));
+    const int64_t blocks = (int64_t{one.rows} + kBlockOutputs - 1) / kBlockOutputs;
+    const bool is_plain = source.encoding == kPlainRows;
+    if (source.row_bytes <= 0 || source.packed_bytes <= 0 ||
+        (is_plain && source.row_bytes != one.cols * element_bytes(one.format)) ||
+        source.packed_bytes > table.layout.record_bytes ||
+        one.offset + blocks * source.packed_bytes > table.layout.record_bytes) {
+      fail(std::string("matrix ") + kPartNames[i % 3] + " cannot be read in place");
+    }
+  }
 }
 
 }  // namespace
@@ -74,18 +90,15 @@ void check_table(const RecordTable& table) {
         one.offset >= record_bytes) {
       fail(std::string("matrix ") + kPartNames[at(part)] + " does not fit the record");
     }
-    if (!is_in_place) continue;
-    const int64_t padded_rows = (one.rows + kBlockOutputs - 1) / kBlockOutputs * kBlockOutputs;
-    if (!is_floating(one.format) || one.offset + padded_rows * row_bytes(one) > record_bytes) {
-      fail(std::string("matrix ") + kPartNames[at(part)] + " cannot be read in place");
-    }
   }
+  if (is_in_place) check_sources(table);
   for (size_t i = 0; i < table.parts.size(); ++i) {
     const RecordPart& part = table.parts[i];
-    const int64_t expected = is_in_place
-                                 ? matrix(table.layout, static_cast<int32_t>(i % 3)).rows *
-                                       row_bytes(matrix(table.layout, static_cast<int32_t>(i % 3)))
-                                 : record_bytes;
+    const int32_t role = static_cast<int32_t>(i % 3);
+    const int64_t expected =
+        is_in_place ? matrix(table.layout, role).rows *
+                          row_source(table, static_cast<int32_t>(i / 3), role).row_bytes
+                    : record_bytes;
     if (part.file < 0 || at(part.file) >= table.files.size() || part.offset < 0 ||
         part.length != expected) {
       fail("range " + std::to_string(i) + " has " + std::to_string(part.length) +
@@ -114,20 +127,24 @@ ExpertStore::Load::Load(ExpertStore& store, int32_t record, int32_t slot, io::Pr
     num_blocks_ = static_cast<int32_t>((layout.record_bytes + step - 1) / step);
   } else {
     for (int32_t part = 0; part < 3; ++part)
-      num_blocks_ += blocks_of(matrix(layout, part), block_bytes);
+      num_blocks_ += blocks_of(matrix(layout, part), source(part), block_bytes);
   }
+}
+
+const RowSource& ExpertStore::Load::source(int32_t part) const {
+  return row_source(store_.table_, record_, part);
 }
 
 ExpertStore::Load::Rows ExpertStore::Load::rows(int32_t index) const {
   const int64_t block_bytes = store_.options_.block_bytes;
   for (int32_t part = 0;; ++part) {
     const ExpertMatrix& one = matrix(store_.table_.layout, part);
-    const int32_t count = blocks_of(one, block_bytes);
+    const int32_t count = blocks_of(one, source(part), block_bytes);
     if (index >= count) {
       index -= count;
       continue;
     }
-    const int32_t step = rows_per_block(one, block_bytes);
+    const int32_t step = rows_per_block(source(part), block_bytes);
     return {part, index * step, std::min(step, one.rows - index * step)};
   }
 }
@@ -147,7 +164,7 @@ io::ReadBlock ExpertStore::Load::block(int32_t index) const {
             std::min(step, whole.length - start), store_.slot_data(slot_) + start};
   }
   const Rows run = rows(index);
-  const int64_t bytes = row_bytes(matrix(store_.table_.layout, run.part));
+  const int64_t bytes = source(run.part).row_bytes;
   const RecordPart matrix_part = part(run.part);
   return {store_.files_[at(matrix_part.file)].get(), matrix_part.offset + run.first * bytes,
           run.count * bytes, nullptr};
@@ -156,16 +173,17 @@ io::ReadBlock ExpertStore::Load::block(int32_t index) const {
 void ExpertStore::Load::consume(int32_t index, std::byte* bytes) {
   const Rows run = rows(index);
   const ExpertMatrix& one = matrix(store_.table_.layout, run.part);
-  const int64_t size = element_bytes(one.format);
-  const int64_t misfit = static_cast<int64_t>(reinterpret_cast<uintptr_t>(bytes) % at(size));
-  if (misfit !=
-      0) {  // a file may place a tensor at an odd offset; the bytes before it are not needed
-    std::memmove(bytes - misfit, bytes, at(run.count * row_bytes(one)));
+  const RowSource& from = source(run.part);
+  // A file may place a tensor of plain values at an odd offset; the bytes before it are not needed.
+  const size_t size = from.encoding == kPlainRows ? at(element_bytes(one.format)) : 1;
+  const int64_t misfit = static_cast<int64_t>(reinterpret_cast<uintptr_t>(bytes) % size);
+  if (misfit != 0) {
+    std::memmove(bytes - misfit, bytes, at(run.count * from.row_bytes));
     bytes -= misfit;
   }
-  const int64_t bad =
-      store_.table_.repack(bytes, one.format, run.count, one.cols,
-                           store_.slot_data(slot_) + one.offset + run.first * row_bytes(one));
+  std::byte* dest =
+      store_.slot_data(slot_) + one.offset + run.first / kBlockOutputs * from.packed_bytes;
+  const int64_t bad = store_.table_.repack(bytes, from.encoding, one, run.count, dest);
   if (bad >= 0) note_bad_weight(run.part, int64_t{run.first} * one.cols + bad);
 }
 
@@ -229,7 +247,8 @@ std::string ExpertStore::Load::weight_error() const {
          store_.files_[at(place.file)]->path() +
          "\nexpected finite values only, got a NaN or infinity at index [" +
          std::to_string(index / one.cols) + ", " + std::to_string(index % one.cols) + "], offset " +
-         std::to_string(place.offset + index * element_bytes(one.format)) +
+         std::to_string(place.offset + index / one.cols * source(part).row_bytes +
+                        index % one.cols * source(part).row_bytes / one.cols) +
          "\nhint: the checkpoint is damaged, or was saved from a run that diverged; run " +
          "`headrace inspect --verify MODEL`";
 }

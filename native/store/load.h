@@ -44,6 +44,7 @@ class ExpertStore::Load final : public DriveJob {
     int32_t count;
   };
   Rows rows(int32_t index) const;
+  const RowSource& source(int32_t part) const;
   void note_bad_weight(int32_t part, int64_t index);
   std::string read_error(const io::ReadFailure& failure) const;
   std::string weight_error() const;    // empty if every weight repacked is a finite number

@@ -183,9 +183,10 @@ void test_close_during_reads() {
 
 // In place: three row-major matrices at odd places of two files.
 
-int64_t plain_interleave(const std::byte* source, Format dtype, int32_t rows, int32_t cols,
+int64_t plain_interleave(const std::byte* source, int32_t, const ExpertMatrix& matrix, int32_t rows,
                          std::byte* dest) {
-  const size_t size = dtype == Format::F32 ? 4 : 2;
+  const size_t size = matrix.format == Format::F32 ? 4 : 2;
+  const int32_t cols = matrix.cols;
   const int32_t padded = (rows + 15) / 16 * 16;
   for (int32_t row = 0; row < padded; ++row) {
     for (int32_t col = 0; col < cols; ++col) {
@@ -219,6 +220,9 @@ void test_records_in_place() {
     table.num_experts = 4;
     table.parts_per_record = 3;
     table.repack = plain_interleave;
+    table.sources = {{store::kPlainRows, kHidden * 2, 16 * kHidden * 2},
+                     {store::kPlainRows, kHidden * 2, 16 * kHidden * 2},
+                     {store::kPlainRows, kInner * 2, 16 * kInner * 2}};
     constexpr int64_t kUpBytes = 48 * kHidden * 2, kDownBytes = 80 * kInner * 2;
     table.layout = {{Format::BF16, kInner, kHidden, 1, 0},
                     {Format::BF16, kInner, kHidden, 1, kUpBytes},
@@ -245,7 +249,7 @@ void test_records_in_place() {
           for (int32_t part = 0; part < 3; ++part) {
             const ExpertMatrix& one = *matrices[part];
             const store::RecordPart& place = table.parts[static_cast<size_t>(ready[i] * 3 + part)];
-            plain_interleave(bytes.data() + place.offset, one.format, one.rows, one.cols,
+            plain_interleave(bytes.data() + place.offset, store::kPlainRows, one, one.rows,
                              expected.data() + one.offset);
           }
           check(std::memcmp(lease->data(ready[i]), expected.data(), expected.size()) == 0,

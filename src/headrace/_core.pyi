@@ -61,6 +61,9 @@ def pack_codes(
     group: int,
     name: str = "",
 ) -> Bytes: ...
+def repack_gguf(
+    rows: Bytes, type: int, cols: int, format: str, group: int, name: str = ""
+) -> Bytes: ...
 def unpack(matrix: Matrix) -> Float32: ...
 
 class RecordFeed: ...
@@ -321,7 +324,7 @@ class ExpertStore(RecordSource):
         offset: Int64,
         length: Int64,
         checksum: UInt64 | None,
-        in_place: bool,
+        encoding: Int32 | None,
         num_slots: int,
         num_readers: int,
         block_bytes: int,

@@ -13,10 +13,11 @@ from tiny_models import FIXTURES, read_case_config
 
 from headrace.checkpoint import HuggingFaceCheckpoint
 from headrace.checkpoint.base import to_float32
+from headrace.checkpoint.gguf_header import BLOCK_TYPES
 from headrace.checkpoint.values import read_range
 
 ALIGNMENT = 32
-TYPE_IDS = {"F32": 0, "F16": 1, "Q4_1": 3, "Q8_0": 8, "BF16": 30}
+TYPE_IDS = {type.name: id for id, type in BLOCK_TYPES.items()}
 
 
 def pack_string(text: str) -> bytes:

@@ -14,7 +14,7 @@ from headrace.checkpoint.base import (
 )
 from headrace.checkpoint.container import ContainerCheckpoint, is_container
 from headrace.checkpoint.gguf import GgufCheckpoint, config_from_metadata
-from headrace.checkpoint.gguf_header import read_header
+from headrace.checkpoint.gguf_split import read_model
 from headrace.checkpoint.huggingface import HuggingFaceCheckpoint
 from headrace.checkpoint.records import ExpertNames, MatrixLayout, RecordLayout, RecordTable
 from headrace.errors import CheckpointError, ConfigError
@@ -44,7 +44,7 @@ def read_config(path: Path) -> dict[str, Any]:
         CheckpointError: there is none, or it is malformed.
         UnsupportedModelError: a GGUF file of a model that has no such config here.
     """
-    return config_from_metadata(read_header(path)) if path.is_file() else base.read_config(path)
+    return config_from_metadata(read_model(path)) if path.is_file() else base.read_config(path)
 
 
 def open_checkpoint(

@@ -1,9 +1,9 @@
 """A GGUF file behind the checkpoint interface: config, names, values and tokenizer as Hugging
 Face has them.
 
-Reads dense models of the `llama` and `qwen3` architectures. Every weight is expanded to the real
-number it stands for and stays in memory: floating types as they are, quantised ones as float32.
-Nothing is rounded, and nothing is saved by the file's quantisation once it is loaded.
+Reads the architectures of `gguf_names`, from one file or from the parts of a split one. Weights
+keep their codes and scales: each tensor type has a packed format that holds it without loss
+(`gguf_blocks`). Experts stay where they are; the reader takes their blocks apart.
 """
 
 from __future__ import annotations
@@ -18,16 +18,25 @@ import numpy as np
 from headrace import _core
 from headrace.arrays import Bytes, Float32
 from headrace.checkpoint.base import CHUNK_BYTES, Checkpoint, EmbeddingTable, Matrix, TensorInfo
-from headrace.checkpoint.gguf_blocks import dequantize
-from headrace.checkpoint.gguf_header import GgufHeader, GgufTensor, read_header
-from headrace.checkpoint.gguf_names import ARCHITECTURES, paired_rows
+from headrace.checkpoint.gguf_blocks import (
+    QUANTISED,
+    common_format,
+    dequantize,
+    require_readable,
+)
+from headrace.checkpoint.gguf_experts import expert_table, is_expert
+from headrace.checkpoint.gguf_header import BLOCK_TYPES, GgufHeader, GgufTensor
+from headrace.checkpoint.gguf_names import ARCHITECTURES, ROPE_FACTORS, paired_rows
+from headrace.checkpoint.gguf_rope import llama3_scaling
+from headrace.checkpoint.gguf_split import GgufModel, read_model
 from headrace.checkpoint.gguf_tokenizer import tokenizer_config, tokenizer_json
+from headrace.checkpoint.records import FLOAT_FORMATS
 from headrace.checkpoint.values import check_finite, read_range
 from headrace.errors import CheckpointError, UnsupportedModelError
 
-DENSE_MODELS = {ARCHITECTURES[name].name: name for name in ("llama", "qwen3")}
-"""`general.architecture` of what is read -> `model_type`."""
-FLOATING = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+MODELS = {(a.name, a.has_experts): name for name, a in ARCHITECTURES.items()}
+"""`general.architecture`, and whether there are experts -> `model_type`."""
+TYPE_IDS = {type.name: id for id, type in BLOCK_TYPES.items()}
 SAMPLES = 16
 SAMPLE_BYTES = 4096
 
@@ -38,6 +47,12 @@ _KEYS = frozenset(
         "context_length",
         "embedding_length",
         "feed_forward_length",
+        "expert_count",
+        "expert_used_count",
+        "expert_feed_forward_length",
+        "expert_weights_norm",
+        "expert_weights_scale",
+        "expert_gating_func",
         "vocab_size",
         "attention.head_count",
         "attention.head_count_kv",
@@ -55,7 +70,7 @@ _KEYS = frozenset(
 
 
 class GgufCheckpoint(Checkpoint):
-    """An opened GGUF file of a dense model."""
+    """An opened GGUF file, or all parts of a split one."""
 
     kind = "gguf"
 
@@ -64,20 +79,31 @@ class GgufCheckpoint(Checkpoint):
 
         Raises:
             CheckpointError: the file is damaged or inconsistent.
-            UnsupportedModelError: another architecture, a split file, an unknown key or type.
+            UnsupportedModelError: another architecture, an unknown key or type.
         """
         self.path = path
-        self.header = read_header(path)
+        self.header = read_model(path)
         self.config = config_from_metadata(self.header)
         self.generation_config = {"eos_token_id": self.config["eos_token_id"]}
         self.architecture = ARCHITECTURES[self.config["model_type"]]
         name_of = self.architecture.hugging_face_name
-        self._sources = {name_of(n): t for n, t in self.header.tensors.items()}
+        has_rope_factors = (self.config["rope_scaling"] or {}).get("rope_type") == "llama3"
+        used = {ROPE_FACTORS} if has_rope_factors else set()  # the config says the same
+        self._sources = {
+            name_of(n): t
+            for n, t in self.header.tensors.items()
+            if n not in used and not (self.architecture.has_experts and is_expert(n))
+        }
         self.tensors = {name: _describe(tensor) for name, tensor in self._sources.items()}
-        self.records = None
+        self.records = expert_table(self.header, self.config) if self.has_experts else None
         self.mtp_tensors: Mapping[str, TensorInfo] = {}
         self.mtp_records = None
         self.fingerprint = _fingerprint(self.header)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model has routed experts."""
+        return self.architecture.has_experts
 
     def tokenizer_json(self) -> str:
         """The vocabulary and merges as the text of a `tokenizer.json`."""
@@ -88,10 +114,12 @@ class GgufCheckpoint(Checkpoint):
         return tokenizer_config(self.header)
 
     def load_matrix(self, name: str, format: str | None = None) -> Matrix:
-        """Load a matrix; see `Checkpoint.load_matrix`. Quantised types become f32."""
+        """Load a matrix; see `Checkpoint.load_matrix`. Quantised types keep their codes."""
         tensor = self._tensor(name, 2)
         rows, cols = tensor.shape
-        target = format or FLOATING.get(tensor.type.name, "f32")
+        if format is None and tensor.type.name in QUANTISED:
+            return self._load_codes(name, tensor)
+        target = format or FLOAT_FORMATS[tensor.type.name]
         data = _core.aligned_empty(_core.packed_bytes(target, rows, cols, 1))
         order = self._row_order(name, rows)
         step = _rows_per_chunk(cols)
@@ -101,6 +129,21 @@ class GgufCheckpoint(Checkpoint):
             start = _core.packed_bytes(target, first, cols, 1)
             data[start : start + packed.size] = packed
         return Matrix(data, target, rows, cols, 1)
+
+    def _load_codes(self, name: str, tensor: GgufTensor) -> Matrix:
+        rows, cols = tensor.shape
+        format, group = common_format([tensor.type.name])
+        data = _core.aligned_empty(_core.packed_bytes(format, rows, cols, group))
+        order = self._row_order(name, rows)
+        step = max(16, CHUNK_BYTES // tensor.row_bytes // 16 * 16)
+        for first in range(0, rows, step):
+            blocks = self._blocks(tensor, order[first : first + step])
+            where = f"{name}, file {tensor.path}, rows from {first}"
+            type_id = TYPE_IDS[tensor.type.name]
+            packed = _core.repack_gguf(blocks, type_id, cols, format, group, where)
+            start = _core.packed_bytes(format, first, cols, group)
+            data[start : start + packed.size] = packed
+        return Matrix(data, format, rows, cols, group)
 
     def load_vector(self, name: str) -> Float32:
         """Load a vector; see `Checkpoint.load_vector`."""
@@ -116,6 +159,7 @@ class GgufCheckpoint(Checkpoint):
     def _tensor(self, name: str, num_dims: int) -> GgufTensor:
         self.info(name)
         tensor = self._sources[name]
+        require_readable(tensor.type.name, f"{name}, file {tensor.path}")
         if len(tensor.shape) != num_dims:
             raise CheckpointError(
                 f"tensor has the wrong shape: {name}, file {self.path}\n"
@@ -125,13 +169,24 @@ class GgufCheckpoint(Checkpoint):
 
     def _values(self, name: str, tensor: GgufTensor, rows: np.ndarray) -> Float32:
         """The values of some rows, [R, K] float32, in the order asked for."""
+        with np.errstate(invalid="ignore", over="ignore"):  # a damaged scale is reported below
+            values = dequantize(self._blocks(tensor, rows), tensor.type.name)
+        first = int(rows.min()) * tensor.shape[-1]
+        check_finite(values.view(np.uint8), "f32", name, tensor.path, first)
+        return values
+
+    def _blocks(self, tensor: GgufTensor, rows: np.ndarray) -> Bytes:
+        """Some rows as they are in the file, [R, row bytes], in the order asked for."""
         first, last = int(rows.min()), int(rows.max()) + 1
         data: Bytes = np.empty((last - first, tensor.row_bytes), np.uint8)
-        read_range(self.path, tensor.offset + first * tensor.row_bytes, data.reshape(-1))
-        with np.errstate(invalid="ignore", over="ignore"):  # a damaged scale is reported below
-            values = np.ascontiguousarray(dequantize(data, tensor.type.name)[rows - first])
-        check_finite(values.view(np.uint8), "f32", name, self.path, first * tensor.shape[-1])
-        return values
+        read_range(tensor.path, tensor.offset + first * tensor.row_bytes, data.reshape(-1))
+        return np.ascontiguousarray(data[rows - first])
+
+    def require_readable(self, name: str) -> None:
+        """See `Checkpoint.require_readable`."""
+        self.info(name)
+        tensor = self._sources[name]
+        require_readable(tensor.type.name, f"{name}, file {tensor.path}")
 
     def _row_order(self, name: str, rows: int) -> np.ndarray:
         """For each row as Hugging Face orders them, its place in the file."""
@@ -141,10 +196,15 @@ class GgufCheckpoint(Checkpoint):
                 return paired_rows(rows, self.config[key])
         return np.arange(rows)
 
+    def source(self, name: str) -> GgufTensor:
+        """Where a dense tensor lies, under its Hugging Face name."""
+        self.info(name)
+        return self._sources[name]
+
     def is_quantised(self, name: str) -> bool:
         """Whether the file holds a dense tensor in a quantised type."""
         self.info(name)
-        return self._sources[name].type.name not in FLOATING
+        return self._sources[name].type.name in QUANTISED
 
 
 def config_from_metadata(header: GgufHeader) -> dict[str, Any]:
@@ -157,18 +217,15 @@ def config_from_metadata(header: GgufHeader) -> dict[str, Any]:
     metadata = _Metadata(header)
     architecture = metadata.architecture
     num_experts = metadata.own("expert_count", int, 0)
-    if architecture not in DENSE_MODELS or num_experts:
+    if (architecture, num_experts > 0) not in MODELS:
+        known = [f"{name!r} {'with' if e else 'without'} experts" for name, e in MODELS]
         raise UnsupportedModelError(
             f"GGUF architecture {architecture!r} with {num_experts} experts is not supported: "
             f"{header.path}\n"
-            f"expected {' or '.join(map(repr, DENSE_MODELS))} without experts\n"
+            f"expected {', '.join(known)}\n"
             "hint: use the model's Hugging Face checkpoint"
         )
-    num_files = metadata.get("split.count", int, 1)
-    if num_files > 1:
-        raise UnsupportedModelError(
-            f"the model is split over {num_files} GGUF files: {header.path}\nexpected a single file"
-        )
+    model_type = MODELS[architecture, num_experts > 0]
     metadata.refuse_unknown(_KEYS)
     heads, width = metadata.own("attention.head_count", int), metadata.own("embedding_length", int)
     head_dim = metadata.own("attention.key_length", int, width // max(heads, 1))
@@ -180,9 +237,10 @@ def config_from_metadata(header: GgufHeader) -> dict[str, Any]:
         if f"tokenizer.ggml.{key}_token_id" in header.metadata
     ]
     return {
-        "model_type": DENSE_MODELS[architecture],
+        "model_type": model_type,
+        **_mixture(metadata, model_type, num_experts),
         "hidden_size": width,
-        "intermediate_size": metadata.own("feed_forward_length", int),
+        "intermediate_size": _inner_size(metadata, model_type),
         "num_hidden_layers": metadata.own("block_count", int),
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.own("attention.head_count_kv", int, heads),
@@ -191,15 +249,51 @@ def config_from_metadata(header: GgufHeader) -> dict[str, Any]:
         "rms_norm_eps": metadata.own("attention.layer_norm_rms_epsilon", float),
         "max_position_embeddings": metadata.own("context_length", int),
         "rope_theta": metadata.own("rope.freq_base", float),
-        "rope_scaling": _rope_scaling(metadata),
+        "rope_scaling": _rope_scaling(metadata, header, head_dim),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id", int, 0),
         "eos_token_id": eos,
     }
 
 
-def _rope_scaling(metadata: _Metadata) -> dict[str, Any] | None:
+def _inner_size(metadata: _Metadata, model_type: str) -> int:
+    """Width of a dense layer, or of an expert where all layers are mixtures of that width."""
+    width: int = metadata.own("feed_forward_length", int)
+    if model_type in ("mixtral", "olmoe"):
+        width = metadata.own("expert_feed_forward_length", int, width)
+    return width
+
+
+def _mixture(metadata: _Metadata, model_type: str, num_experts: int) -> dict[str, Any]:
+    """What a config says of routed experts; nothing for a dense model."""
+    if not num_experts:
+        return {}
+    is_divided = model_type != "olmoe"
+    for key, expected in (("expert_gating_func", 1), ("expert_weights_norm", is_divided)):
+        metadata.require(key, expected, "as llama.cpp computes this architecture")
+    scale = metadata.own("expert_weights_scale", float, 1.0)
+    if scale not in (0.0, 1.0):
+        raise UnsupportedModelError(
+            f"`expert_weights_scale: {scale}` of {metadata.architecture} is not supported"
+        )
+    num_used = metadata.own("expert_used_count", int)
+    if model_type == "mixtral":
+        return {"num_local_experts": num_experts, "num_experts_per_tok": num_used}
+    mixture = {
+        "num_experts": num_experts,
+        "num_experts_per_tok": num_used,
+        "norm_topk_prob": is_divided,
+    }
+    if model_type == "qwen3_moe":
+        mixture["moe_intermediate_size"] = metadata.own("expert_feed_forward_length", int)
+    return mixture
+
+
+def _rope_scaling(metadata: _Metadata, header: GgufHeader, head_dim: int) -> dict[str, Any] | None:
     kind = metadata.own("rope.scaling.type", str, "none")
+    if ROPE_FACTORS in header.tensors and kind == "none":
+        theta = metadata.own("rope.freq_base", float)
+        return llama3_scaling(header.tensors[ROPE_FACTORS], theta, head_dim)
     if kind == "none":
         return None
     factor = metadata.own("rope.scaling.factor", float)
@@ -239,13 +333,13 @@ class _Metadata:
         """A value under the architecture's own prefix."""
         return self.get(f"{self.architecture}.{key}", kind, default)
 
-    def require(self, key: str, expected: int) -> None:
+    def require(self, key: str, expected: int, why: str = "the width of a head") -> None:
         """Refuse a model whose `key` is not `expected`, where it is stated."""
-        value = self.own(key, int, expected)
+        value = self.own(key, type(expected), expected)
         if value != expected:
             raise UnsupportedModelError(
                 f"`{self.architecture}.{key}: {value}` is not supported: {self._header.path}\n"
-                f"expected {expected}, the width of a head"
+                f"expected {expected}, {why}"
             )
 
     def refuse_unknown(self, known: frozenset[str]) -> None:
@@ -261,11 +355,13 @@ class _Metadata:
 
 
 def _describe(tensor: GgufTensor) -> TensorInfo:
-    format = FLOATING.get(tensor.type.name, "f32")
+    name = tensor.type.name
+    is_read = name in QUANTISED or name in FLOAT_FORMATS
+    format, group = common_format([name]) if is_read else (name, 1)
     nbytes = 4 * tensor.shape[-1]
-    if len(tensor.shape) == 2:
-        nbytes = _core.packed_bytes(format, *tensor.shape, 1)
-    return TensorInfo(format, 1, tensor.shape, nbytes)
+    if len(tensor.shape) == 2 and is_read:
+        nbytes = _core.packed_bytes(format, *tensor.shape, group)
+    return TensorInfo(format, group, tensor.shape, nbytes)
 
 
 def _rows_per_chunk(cols: int) -> int:
@@ -280,13 +376,15 @@ def _narrow(values: Float32, format: str) -> np.ndarray:
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
-def _fingerprint(header: GgufHeader) -> str:
-    """Identify the file by its header, its size and pages spread over its data."""
-    digest = hashlib.sha256(f"headrace gguf 1 {header.file_bytes}".encode())
-    data_bytes = header.file_bytes - header.header_bytes
-    with header.path.open("rb") as file:
-        digest.update(file.read(header.header_bytes))
-        for i in range(SAMPLES):
-            file.seek(header.header_bytes + max(0, data_bytes - SAMPLE_BYTES) * i // SAMPLES)
-            digest.update(file.read(SAMPLE_BYTES))
+def _fingerprint(model: GgufModel) -> str:
+    """Identify the files by their headers, their sizes and pages spread over their data."""
+    digest = hashlib.sha256(b"headrace gguf 2")
+    for part in model.parts:
+        digest.update(f"\0{part.file_bytes}\0".encode())
+        data_bytes = part.file_bytes - part.header_bytes
+        with part.path.open("rb") as file:
+            digest.update(file.read(part.header_bytes))
+            for i in range(SAMPLES):
+                file.seek(part.header_bytes + max(0, data_bytes - SAMPLE_BYTES) * i // SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()

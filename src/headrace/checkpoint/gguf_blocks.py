@@ -10,13 +10,53 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.arrays import Bytes, Float32
+from headrace.checkpoint.records import FLOAT_FORMATS
 from headrace.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class BlockCodes:
+    """Rows of blocks as integers: value = codes * scales + minimums, of the code's group."""
+
+    codes: npt.NDArray[np.int8]
+    """[R, K]; of MXFP4 twice the e2m1 value."""
+    scales: Float32
+    """[R, K / group]; of MXFP4 half the scale."""
+    minimums: Float32 | None
+    """[R, K / group]; None where a type has none."""
+
+    @property
+    def values(self) -> Float32:
+        """[R, K]."""
+        groups = self.codes.reshape(*self.scales.shape, -1).astype(np.float32)
+        values = groups * self.scales[:, :, None]
+        if self.minimums is not None:
+            values = values + self.minimums[:, :, None]
+        return values.reshape(self.codes.shape)
+
+
+def block_codes(rows: Bytes, type_name: str) -> BlockCodes:
+    """Take whole rows of blocks apart; the specification of the native decoders.
+
+    Args:
+        rows: [R, row bytes] uint8, C-contiguous.
+        type_name: a key of `QUANTISED`.
+    """
+    type = QUANTISED[type_name]
+    parts = type.decode(rows.reshape(-1, type.nbytes))
+    minimums = None if parts.minimums is None else parts.minimums.reshape(len(rows), -1)
+    return BlockCodes(
+        parts.codes.astype(np.int8).reshape(len(rows), -1),
+        parts.scales.astype(np.float32).reshape(len(rows), -1),
+        minimums,
+    )
 
 
 def dequantize(rows: Bytes, type_name: str) -> Float32:
@@ -30,15 +70,21 @@ def dequantize(rows: Bytes, type_name: str) -> Float32:
         [R, K] float32.
 
     Raises:
-        UnsupportedModelError: the type is not among `DEQUANTIZERS`.
+        UnsupportedModelError: a type that is not read here; lists those that are.
     """
-    if type_name not in DEQUANTIZERS:
+    require_readable(type_name, "values")
+    if type_name in QUANTISED:
+        return block_codes(rows, type_name).values
+    return FLOATING[type_name](rows)
+
+
+def require_readable(type_name: str, what: str) -> None:
+    """Raise UnsupportedModelError for a tensor type that is not read; `what` names the tensor."""
+    if type_name not in QUANTISED and type_name not in FLOATING:
         raise UnsupportedModelError(
-            f"GGUF tensor type {type_name} is not supported\n"
-            f"expected one of {', '.join(DEQUANTIZERS)}"
+            f"GGUF type {type_name} is not supported: {what}\n"
+            f"expected {', '.join((*FLOATING, *QUANTISED))}"
         )
-    block_bytes, function = DEQUANTIZERS[type_name]
-    return function(rows.reshape(-1, block_bytes)).reshape(len(rows), -1)
 
 
 def _half(blocks: Bytes, at: int) -> Float32:
@@ -142,36 +188,61 @@ def _bf16(blocks: Bytes) -> Float32:
     return (blocks.view("<u2").astype(np.uint32) << 16).view(np.float32)
 
 
-def _q4_0(blocks: Bytes) -> Float32:
-    return _half(blocks, 0) * (_nibbles(blocks[:, 2:]).astype(np.float32) - 8)
+def _q4_0(blocks: Bytes) -> BlockCodes:
+    return BlockCodes(_nibbles(blocks[:, 2:]).view(np.int8) - np.int8(8), _half(blocks, 0), None)
 
 
-def _q4_1(blocks: Bytes) -> Float32:
-    return _half(blocks, 0) * _nibbles(blocks[:, 4:]) + _half(blocks, 2)
+def _q4_1(blocks: Bytes) -> BlockCodes:
+    return BlockCodes(_nibbles(blocks[:, 4:]).view(np.int8), _half(blocks, 0), _half(blocks, 2))
 
 
-def _q5_0(blocks: Bytes) -> Float32:
+def _q5_0(blocks: Bytes) -> BlockCodes:
     codes = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)
-    return _half(blocks, 0) * (codes.astype(np.float32) - 16)
+    return BlockCodes(codes.view(np.int8) - np.int8(16), _half(blocks, 0), None)
 
 
-def _q5_1(blocks: Bytes) -> Float32:
+def _q5_1(blocks: Bytes) -> BlockCodes:
     codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
-    return _half(blocks, 0) * codes + _half(blocks, 2)
+    return BlockCodes(codes.view(np.int8), _half(blocks, 0), _half(blocks, 2))
 
 
-def _q8_0(blocks: Bytes) -> Float32:
-    return _half(blocks, 0) * blocks[:, 2:].view(np.int8)
+def _q8_0(blocks: Bytes) -> BlockCodes:
+    return BlockCodes(np.ascontiguousarray(blocks[:, 2:]).view(np.int8), _half(blocks, 0), None)
+
+
+def _two_bits(packed: Bytes) -> Bytes:
+    """Element 128n + 32j + i is bits 2j of byte 32n + i: [n, 64] -> [n, 256]."""
+    shift = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    codes: Bytes = (packed.reshape(-1, 2, 1, 32) >> shift & np.uint8(3)).reshape(-1, 256)
+    return codes
+
+
+def _q2_k(blocks: Bytes) -> BlockCodes:
+    scales = _half(blocks, 80) * (blocks[:, :16] & 15)
+    minimums = -(_half(blocks, 82) * (blocks[:, :16] >> 4))
+    return BlockCodes(_two_bits(blocks[:, 16:80]).view(np.int8), scales, minimums)
+
+
+def _q3_k(blocks: Bytes) -> BlockCodes:
+    packed = blocks[:, 96:108]
+    low = np.concatenate([packed[:, :8] & 15, packed[:, :8] >> 4], axis=1)
+    shift = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    high = (packed[:, None, 8:] >> shift & 3).reshape(-1, 16)
+    scales = (low | high << 4).astype(np.float32) - 32
+    bit = np.arange(8, dtype=np.uint8)[:, None]
+    is_set = (blocks[:, None, :32] >> bit & 1).reshape(-1, 256).view(np.int8)
+    codes = _two_bits(blocks[:, 32:96]).view(np.int8) - np.int8(4) * (1 - is_set)
+    return BlockCodes(codes, _half(blocks, 108) * scales, None)
 
 
 def _scales_and_minimums(blocks: Bytes) -> tuple[Float32, Float32]:
-    """The eight 6-bit scales and minimums of Q4_K and Q5_K, times d and dmin: [n, 8, 1] each."""
+    """The eight 6-bit scales and minimums of Q4_K and Q5_K, times d and -dmin: [n, 8] each."""
     packed = blocks[:, 4:16]
     low, high = packed[:, 0:4], packed[:, 4:8]
     rest = packed[:, 8:12]
     scales = np.concatenate([low & 63, (rest & 15) | (low >> 6 << 4)], axis=1)
     minimums = np.concatenate([high & 63, (rest >> 4) | (high >> 6 << 4)], axis=1)
-    return (_half(blocks, 0) * scales)[:, :, None], (_half(blocks, 2) * minimums)[:, :, None]
+    return _half(blocks, 0) * scales, -(_half(blocks, 2) * minimums)
 
 
 def _pairs_of_sub_blocks(packed: Bytes) -> Bytes:
@@ -180,48 +251,109 @@ def _pairs_of_sub_blocks(packed: Bytes) -> Bytes:
     return np.concatenate([chunks & 15, chunks >> 4], axis=2).reshape(-1, 8, 32)
 
 
-def _q4_k(blocks: Bytes) -> Float32:
-    scales, minimums = _scales_and_minimums(blocks)
-    return scales * _pairs_of_sub_blocks(blocks[:, 16:]) - minimums
+def _q4_k(blocks: Bytes) -> BlockCodes:
+    codes = _pairs_of_sub_blocks(np.ascontiguousarray(blocks[:, 16:]))
+    return BlockCodes(codes.view(np.int8), *_scales_and_minimums(blocks))
 
 
-def _q5_k(blocks: Bytes) -> Float32:
-    scales, minimums = _scales_and_minimums(blocks)
+def _q5_k(blocks: Bytes) -> BlockCodes:
     bit = np.arange(8, dtype=np.uint8)[:, None]
     fifth = (blocks[:, None, 16:48] >> bit & 1) << 4
-    return scales * (_pairs_of_sub_blocks(blocks[:, 48:]) | fifth) - minimums
+    codes = _pairs_of_sub_blocks(np.ascontiguousarray(blocks[:, 48:])) | fifth
+    return BlockCodes(codes.view(np.int8), *_scales_and_minimums(blocks))
 
 
-def _q6_k(blocks: Bytes) -> Float32:
+def _q6_k(blocks: Bytes) -> BlockCodes:
     low = blocks[:, :128].reshape(-1, 2, 1, 64)
     low = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 2, 4, 32)
     shift = np.array([0, 2, 4, 6], np.uint8)[:, None]
     high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shift & 3) << 4
-    codes = (low | high).reshape(-1, 16, 16).astype(np.float32) - 32
-    scales = blocks[:, 192:208].view(np.int8).astype(np.float32)
-    return (_half(blocks, 208) * scales)[:, :, None] * codes
+    codes = (low | high).view(np.int8) - np.int8(32)
+    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
+    return BlockCodes(codes, _half(blocks, 208) * scales, None)
 
 
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_NON_LINEAR = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
+)
+_DOUBLED_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
 
-def _mxfp4(blocks: Bytes) -> Float32:
-    scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 127)
-    return scales * _E2M1[_nibbles(blocks[:, 1:])]
+def _iq4_nl(blocks: Bytes) -> BlockCodes:
+    return BlockCodes(_NON_LINEAR[_nibbles(blocks[:, 2:])], _half(blocks, 0), None)
 
 
-DEQUANTIZERS: Mapping[str, tuple[int, Callable[[Bytes], Float32]]] = {
-    "F32": (4, _f32),
-    "F16": (2, _f16),
-    "BF16": (2, _bf16),
-    "Q4_0": (18, _q4_0),
-    "Q4_1": (20, _q4_1),
-    "Q5_0": (22, _q5_0),
-    "Q5_1": (24, _q5_1),
-    "Q8_0": (34, _q8_0),
-    "Q4_K": (144, _q4_k),
-    "Q5_K": (176, _q5_k),
-    "Q6_K": (210, _q6_k),
-    "MXFP4": (17, _mxfp4),
+def _iq4_xs(blocks: Bytes) -> BlockCodes:
+    high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2")
+    low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=2).reshape(-1, 8)
+    high = (high >> (2 * np.arange(8, dtype=np.uint16)) & 3) << 4
+    scales = (low | high).astype(np.float32) - 32
+    codes = _NON_LINEAR[_nibbles(np.ascontiguousarray(blocks[:, 8:]).reshape(-1, 16))]
+    return BlockCodes(codes, _half(blocks, 0) * scales, None)
+
+
+def _mxfp4(blocks: Bytes) -> BlockCodes:
+    with np.errstate(over="ignore"):  # 255 stands for NaN and is refused by its infinite scale
+        scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
+    scales[blocks[:, :1] == 255] = np.inf
+    return BlockCodes(_DOUBLED_E2M1[_nibbles(blocks[:, 1:])], scales, None)
+
+
+@dataclass(frozen=True)
+class QuantisedType:
+    """How a quantised tensor type is read, and what holds it without loss.
+
+    Attributes:
+        nbytes: of a block.
+        decode: blocks [n, nbytes] to codes, scales and minimums, in any shape of n rows.
+        format: the smallest packed format that holds it.
+        group: values that share a scale.
+    """
+
+    nbytes: int
+    decode: Callable[[Bytes], BlockCodes]
+    format: str
+    group: int
+
+
+QUANTISED: Mapping[str, QuantisedType] = {
+    "Q4_0": QuantisedType(18, _q4_0, "q4", 32),
+    "Q4_1": QuantisedType(20, _q4_1, "q4a", 32),
+    "Q5_0": QuantisedType(22, _q5_0, "q8f", 32),
+    "Q5_1": QuantisedType(24, _q5_1, "q8a", 32),
+    "Q8_0": QuantisedType(34, _q8_0, "q8", 32),
+    "Q2_K": QuantisedType(84, _q2_k, "q8a", 16),
+    "Q3_K": QuantisedType(110, _q3_k, "q8f", 16),
+    "Q4_K": QuantisedType(144, _q4_k, "q4a", 32),
+    "Q5_K": QuantisedType(176, _q5_k, "q8a", 32),
+    "Q6_K": QuantisedType(210, _q6_k, "q8f", 16),
+    "IQ4_NL": QuantisedType(18, _iq4_nl, "q8f", 32),
+    "IQ4_XS": QuantisedType(136, _iq4_xs, "q8f", 32),
+    "MXFP4": QuantisedType(17, _mxfp4, "mxfp4", 32),
 }
-"""Bytes of a block, and the function from blocks [n, bytes] to values, in any shape of n rows."""
+FLOATING: Mapping[str, Callable[[Bytes], Float32]] = {"F32": _f32, "F16": _f16, "BF16": _bf16}
+
+
+def common_format(type_names: Iterable[str]) -> tuple[str, int]:
+    """The smallest packed format that holds every one of some tensor types without loss.
+
+    Returns:
+        Format and group.
+
+    Raises:
+        UnsupportedModelError: types of values and types of codes together.
+    """
+    names = sorted(set(type_names))
+    floating = [name for name in names if name in FLOAT_FORMATS]
+    if len(names) == 1 and floating:
+        return FLOAT_FORMATS[names[0]], 1
+    if floating:
+        raise UnsupportedModelError(
+            f"experts of types {', '.join(names)} share no packed format\n"
+            "expected one floating type, or quantised types only"
+        )
+    held = {(QUANTISED[name].format, QUANTISED[name].group) for name in names}
+    if len(held) == 1:
+        return held.pop()
+    has_minimum = any(format in ("q4a", "q8a") for format, _ in held)
+    return ("q8a" if has_minimum else "q8f"), min(group for _, group in held)

@@ -98,6 +98,8 @@ class GgufTensor:
     offset: int
     """From the start of the file."""
     nbytes: int
+    path: Path
+    """The file, one of several if the model is split."""
 
     @property
     def row_bytes(self) -> int:
@@ -255,7 +257,7 @@ class _Parser:
             if offset < previous_end:
                 self.fail(f"tensors {previous[:80]!r} and {name[:80]!r} overlap")
             previous_end, previous = offset + nbytes, name
-            tensors[name] = GgufTensor(name, type, shape, data_start + offset, nbytes)
+            tensors[name] = GgufTensor(name, type, shape, data_start + offset, nbytes, self.path)
         return tensors
 
     # Primitives

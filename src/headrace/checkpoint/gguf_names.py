@@ -34,6 +34,11 @@ class GgufArchitecture:
     layer: Mapping[str, str]
     has_paired_rope: bool = False
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether layers are mixtures, with a router each."""
+        return "ffn_gate_inp.weight" in self.layer.values()
+
     def gguf_name(self, name: str) -> str | None:
         """The GGUF name of a dense tensor, or None if the architecture has none of that name."""
         if name in _WHOLE:

@@ -21,6 +21,8 @@ from headrace.errors import CheckpointError, UnsupportedModelError
 
 RECORD_ALIGNMENT = 4096
 MATRIX_ALIGNMENT = 64
+PLAIN_ROWS = -1
+"""In place of a GGUF tensor type: rows of values in the record's own floating format."""
 FLOAT_FORMATS: Mapping[str, str] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 """safetensors dtype -> format."""
 
@@ -97,7 +99,8 @@ class RecordTable:
     num_experts: int
     layout: RecordLayout
     repack: str | None
-    """None: packed records. "bf16", "f16", "f32": row-major ranges that the reader interleaves."""
+    """None: packed records. "bf16", "f16", "f32": row-major ranges that the reader interleaves.
+    "gguf": rows of blocks, which `encoding` names, that the reader repacks."""
     file: Int32
     """[Lm, E, P], index into `files`."""
     offset: Int64
@@ -112,6 +115,8 @@ class RecordTable:
     """Index into `drives` of each file; empty: one drive."""
     copies: Int64 = dataclasses.field(default_factory=lambda: np.empty((0, 3), np.int64))
     """[C, 3]: record (row * E + expert), file and offset of each copy of a packed record."""
+    encoding: Int32 | None = None
+    """[Lm, 3], GGUF tensor type of each matrix, PLAIN_ROWS for values; None: all are values."""
 
     @property
     def num_records(self) -> int:

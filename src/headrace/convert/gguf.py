@@ -14,10 +14,16 @@ from pathlib import Path
 import numpy as np
 
 from headrace.arrays import Bytes
-from headrace.checkpoint import ContainerCheckpoint, HuggingFaceCheckpoint, Matrix
-from headrace.checkpoint.base import to_float32
+from headrace.checkpoint import (
+    ContainerCheckpoint,
+    GgufCheckpoint,
+    HuggingFaceCheckpoint,
+    Matrix,
+)
+from headrace.checkpoint.base import CHUNK_BYTES, to_float32
 from headrace.checkpoint.container import check_bytes
 from headrace.checkpoint.gguf_blocks import BLOCK_VALUES, blocks_of_packed
+from headrace.checkpoint.gguf_header import GgufTensor
 from headrace.checkpoint.gguf_names import EXPERT_ROLES, ROPE_FACTORS, paired_rows
 from headrace.checkpoint.gguf_writer import GgufWriter, write_gguf
 from headrace.checkpoint.records import FLOAT_FORMATS
@@ -131,12 +137,23 @@ class _Export:
 
     def run(self) -> None:
         """Write every tensor."""
+        for name, tensor in self.plan.copied.items():
+            self._copy(name, tensor)
         for part in self.plan.dense:
-            self._write_dense(part)
-        for index, layer in enumerate(self.plan.layers):
-            self._write_experts(index, layer)
-        if self.plan.rope_factors is not None:
+            if part.tensor.name not in self.plan.copied:
+                self._write_dense(part)
+        if not isinstance(self.source, GgufCheckpoint):
+            for index, layer in enumerate(self.plan.layers):
+                self._write_experts(index, layer)
+        if self.plan.rope_factors is not None and ROPE_FACTORS not in self.plan.copied:
             self.writer.write(ROPE_FACTORS, 0, self.plan.rope_factors.view(np.uint8))
+
+    def _copy(self, name: str, tensor: GgufTensor) -> None:
+        """Take a tensor over block by block, in the file's own order of rows."""
+        for first in range(0, tensor.nbytes, CHUNK_BYTES):
+            piece = np.empty(min(CHUNK_BYTES, tensor.nbytes - first), np.uint8)
+            read_range(tensor.path, tensor.offset + first, piece)
+            self.writer.write(name, first, piece)
 
     def _write_dense(self, part: DensePart) -> None:
         tensor = part.tensor
@@ -189,7 +206,7 @@ class _Export:
                 (rows, cols), format = entry.shape, FLOAT_FORMATS[entry.dtype]
                 yield _Piece(entry.name, entry.path, 0, rows, cols, format, 0, data)
             return
-        assert isinstance(source, ContainerCheckpoint), "GGUF files with experts are not opened"
+        assert isinstance(source, ContainerCheckpoint), "a GGUF file's experts are copied"
         assert records is not None and records.checksum is not None, "a container has checksums"
         path = records.files[records.file[index, expert, 0]]
         name, offset = f"layer {layer}, expert {expert}", int(records.offset[index, expert, 0])

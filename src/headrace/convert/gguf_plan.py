@@ -7,7 +7,7 @@ never quantised again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 from headrace.arrays import Float32
 from headrace.checkpoint import Checkpoint, GgufCheckpoint, open_checkpoint, read_config
 from headrace.checkpoint.gguf_blocks import BLOCK_VALUES, TYPE_OF_FORMAT
+from headrace.checkpoint.gguf_header import GgufTensor
 from headrace.checkpoint.gguf_names import (
     ARCHITECTURES,
     EXPERT_ROLES,
@@ -37,6 +38,7 @@ FORMATS = ("q4", "q8", "mxfp4", "bf16", "f32")
 _FLOATING = frozenset(FLOAT_FORMATS.values())
 _QUANTIZATION_VERSION = 2
 # `general.file_type`: what most of a file is, by the format of its largest part.
+_UNSTATED = 1024
 _FILE_TYPES = {"f32": 0, "f16": 1, "q4": 2, "q8": 7, "bf16": 32, "mxfp4": 38}
 
 
@@ -77,7 +79,9 @@ class GgufPlan:
     layers: tuple[int, ...]
     """Layers with experts; empty in a dense model."""
     expert_format: str
-    """Of the experts that are written."""
+    """Of the experts that are written; of a GGUF source's experts kept as they are, empty."""
+    copied: Mapping[str, GgufTensor]
+    """Tensors of a GGUF source that are taken over block by block, by their name there."""
     rope_factors: Float32 | None
     num_tensors: int
     notes: tuple[str, ...]
@@ -105,8 +109,14 @@ def make_gguf_plan(path: Path, recipe: GgufRecipe) -> GgufPlan:
     if factors is not None:
         tensors.append(GgufTensorPlan(ROPE_FACTORS, "F32", factors.shape))
     largest = max(dense, key=lambda part: part.tensor.nbytes).format
+    copied = {t.name: _original(source, t) for t in tensors}
+    main_type = expert_format or largest
+    if source.records is not None and not expert_format:
+        main_type = source.records.layout.gate.format
     notes: list[str] = []
-    metadata = _metadata(spec, expert_format or largest)
+    metadata = _metadata(spec, main_type)
+    if isinstance(source, GgufCheckpoint) and "general.file_type" in source.header.metadata:
+        metadata["general.file_type"] = source.header.metadata["general.file_type"]
     metadata |= _tokenizer_metadata(source, spec, tokenizer, notes)
     left_out = len(source.mtp_tensors)
     if left_out:
@@ -120,6 +130,7 @@ def make_gguf_plan(path: Path, recipe: GgufRecipe) -> GgufPlan:
         dense=dense,
         layers=source.records.layers if source.records is not None else (),
         expert_format=expert_format,
+        copied={name: tensor for name, tensor in copied.items() if tensor is not None},
         rope_factors=factors,
         num_tensors=len(tensors),
         notes=tuple(notes),
@@ -141,8 +152,20 @@ def _plan_dense(source: Checkpoint, spec: ModelSpec, recipe: GgufRecipe) -> Iter
             format = _choose(source, name, asked)
         else:
             format = _choose(source, name, recipe.dense)
-        tensor = GgufTensorPlan(_gguf_name(architecture, name), TYPE_OF_FORMAT[format], shape)
+        type_name = TYPE_OF_FORMAT.get(format, "F32")
+        if isinstance(source, GgufCheckpoint) and format == source.info(name).format:
+            type_name = source.source(name).type.name
+        tensor = GgufTensorPlan(_gguf_name(architecture, name), type_name, shape)
         yield DensePart(name, tensor, format, _num_heads(name, spec, architecture))
+
+
+def _original(source: Checkpoint, tensor: GgufTensorPlan) -> GgufTensor | None:
+    """The tensor of a GGUF source that holds the very blocks to write."""
+    if not isinstance(source, GgufCheckpoint):
+        return None
+    found = source.header.tensors.get(tensor.name)
+    same = found is not None and (found.type.name, found.shape) == (tensor.type, tensor.shape)
+    return found if same else None
 
 
 def _gguf_name(architecture: GgufArchitecture, name: str) -> str:
@@ -181,6 +204,16 @@ def _plan_experts(source: Checkpoint, recipe: GgufRecipe) -> tuple[str, list[Ggu
                 "hint: give the format of everything else"
             )
         return "", []
+    if isinstance(source, GgufCheckpoint):
+        if recipe.experts is not None:
+            raise UnsupportedModelError(
+                f"experts of a GGUF file keep their type: {source.path}\n"
+                f"expected no format for experts, got {recipe.experts}\n"
+                "hint: start from the original weights"
+            )
+        kept = source.header.tensors
+        names = [f"blk.{n}.{name}" for n in source.records.layers for name in EXPERT_ROLES.values()]
+        return "", [GgufTensorPlan(n, kept[n].type.name, kept[n].shape) for n in names]
     layout = source.records.layout
     stored = layout.gate.format
     for matrix in layout.matrices:
@@ -318,7 +351,7 @@ def _metadata(spec: ModelSpec, main_format: str) -> dict[str, Any]:
     metadata: dict[str, Any] = {
         "general.architecture": architecture,
         "general.type": "model",
-        "general.file_type": _FILE_TYPES[main_format],
+        "general.file_type": _FILE_TYPES.get(main_format, _UNSTATED),
     }
     if main_format not in _FLOATING:
         metadata["general.quantization_version"] = _QUANTIZATION_VERSION

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from headrace import _core
 from headrace._core import Lease
 from headrace.arrays import Int32, Int64
-from headrace.checkpoint.records import MatrixLayout, RecordTable
+from headrace.checkpoint.records import PLAIN_ROWS, MatrixLayout, RecordTable
 from headrace.config import ExpertConfig
 from headrace.experts.history import History
 from headrace.experts.policy import DEFAULT_POLICY, RESIDENT_POLICY, choose_policy
@@ -121,6 +121,15 @@ class StepCounters(NamedTuple):
 _STEP_COUNTERS = operator.itemgetter(*StepCounters._fields[:-1])
 
 
+def _encoding(table: RecordTable) -> Int32 | None:
+    """How each layer's matrices stand in their files, [Lm, 3]; None if records are packed."""
+    if table.repack is None:
+        return None
+    if table.encoding is None:
+        return np.full((len(table.layers), 3), PLAIN_ROWS, np.int32)
+    return np.ascontiguousarray(table.encoding, np.int32)
+
+
 def _matrix(layout: MatrixLayout) -> tuple[str, int, int, int, int]:
     return layout.format, layout.rows, layout.cols, layout.group, layout.offset
 
@@ -214,7 +223,7 @@ class ExpertStore:
             checksum=np.ascontiguousarray(table.checksum, np.uint64)
             if readers.verify and table.checksum is not None
             else None,
-            in_place=table.repack is not None,
+            encoding=_encoding(table),
             num_slots=num_slots,
             num_readers=readers.num_readers * len(rates),
             block_bytes=readers.largest_read_bytes,

@@ -1,0 +1,296 @@
+// Source: the block structures of ggml (`ggml-common.h`), described in words in docs/gguf.md.
+#include "kernels/gguf_blocks.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <string>
+
+#include "base/error.h"
+#include "kernels/place.h"
+#include "kernels/small_float.h"
+
+namespace headrace {
+namespace {
+
+constexpr int32_t kMaxBlock = 256;
+constexpr int32_t kMaxGroups = kMaxBlock / 16;
+
+float half_at(const uint8_t* bytes) {
+  uint16_t bits;
+  std::memcpy(&bits, bytes, 2);
+  return float_from_f16(bits);
+}
+
+uint32_t word_at(const uint8_t* bytes) {
+  uint32_t word;
+  std::memcpy(&word, bytes, 4);
+  return word;
+}
+
+uint8_t byte_of(int32_t code) { return static_cast<uint8_t>(code); }
+
+// Low nibbles of 16 bytes are codes 0..15, high ones 16..31.
+template <class Code>
+void split_nibbles(const uint8_t* packed, Code&& code, uint8_t* codes) {
+  for (int32_t i = 0; i < 16; ++i) {
+    codes[i] = code(packed[i] & 15, i);
+    codes[i + 16] = code(packed[i] >> 4, i + 16);
+  }
+}
+
+void decode_q4_0(const uint8_t* b, uint8_t* codes, float* scales, float*) {
+  scales[0] = half_at(b);
+  split_nibbles(b + 2, [](int32_t q, int32_t) { return byte_of(q - 8); }, codes);
+}
+
+void decode_q4_1(const uint8_t* b, uint8_t* codes, float* scales, float* minimums) {
+  scales[0] = half_at(b);
+  minimums[0] = half_at(b + 2);
+  split_nibbles(b + 4, [](int32_t q, int32_t) { return byte_of(q); }, codes);
+}
+
+int32_t fifth_bit(uint32_t word, int32_t i) { return static_cast<int32_t>(word >> i & 1u) << 4; }
+
+void decode_q5_0(const uint8_t* b, uint8_t* codes, float* scales, float*) {
+  const uint32_t high = word_at(b + 2);
+  scales[0] = half_at(b);
+  split_nibbles(
+      b + 6, [&](int32_t q, int32_t i) { return byte_of((q | fifth_bit(high, i)) - 16); }, codes);
+}
+
+void decode_q5_1(const uint8_t* b, uint8_t* codes, float* scales, float* minimums) {
+  const uint32_t high = word_at(b + 4);
+  scales[0] = half_at(b);
+  minimums[0] = half_at(b + 2);
+  split_nibbles(
+      b + 8, [&](int32_t q, int32_t i) { return byte_of(q | fifth_bit(high, i)); }, codes);
+}
+
+void decode_q8_0(const uint8_t* b, uint8_t* codes, float* scales, float*) {
+  scales[0] = half_at(b);
+  std::memcpy(codes, b + 2, 32);
+}
+
+void decode_mxfp4(const uint8_t* b, uint8_t* codes, float* scales, float*) {
+  scales[0] = std::ldexp(1.0f, static_cast<int>(b[0]) - 127);
+  split_nibbles(b + 1, [](int32_t q, int32_t) { return byte_of(q); }, codes);
+}
+
+// Codes of a ggml "non-linear" nibble.
+constexpr std::array<int8_t, 16> kNonLinear{-127, -104, -83, -65, -49, -35, -22, -10,
+                                            1,    13,   25,  38,  53,  69,  89,  113};
+
+void decode_iq4_nl(const uint8_t* b, uint8_t* codes, float* scales, float*) {
+  scales[0] = half_at(b);
+  split_nibbles(
+      b + 2, [](int32_t q, int32_t) { return byte_of(kNonLinear[static_cast<size_t>(q)]); }, codes);
+}
+
+void decode_iq4_xs(const uint8_t* b, uint8_t* codes, float* scales, float*) {
+  const float d = half_at(b);
+  const int32_t high = b[2] | b[3] << 8;
+  for (int32_t j = 0; j < 8; ++j) {
+    const int32_t low = b[4 + j / 2] >> (4 * (j % 2)) & 15;
+    scales[j] = d * static_cast<float>((low | (high >> (2 * j) & 3) << 4) - 32);
+    split_nibbles(
+        b + 8 + 16 * j,
+        [](int32_t q, int32_t) { return byte_of(kNonLinear[static_cast<size_t>(q)]); },
+        codes + 32 * j);
+  }
+}
+
+// Scale and minimum of sub-block j of Q4_K and Q5_K, six bits each, in 12 bytes.
+void scale_and_minimum(const uint8_t* s, int32_t j, int32_t& scale, int32_t& minimum) {
+  if (j < 4) {
+    scale = s[j] & 63;
+    minimum = s[j + 4] & 63;
+  } else {
+    scale = (s[j + 4] & 15) | (s[j - 4] >> 6) << 4;
+    minimum = (s[j + 4] >> 4) | (s[j] >> 6) << 4;
+  }
+}
+
+void sub_block_scales(const uint8_t* b, float* scales, float* minimums) {
+  const float d = half_at(b), dmin = half_at(b + 2);
+  for (int32_t j = 0; j < 8; ++j) {
+    int32_t scale, minimum;
+    scale_and_minimum(b + 4, j, scale, minimum);
+    scales[j] = d * static_cast<float>(scale);
+    minimums[j] = -(dmin * static_cast<float>(minimum));
+  }
+}
+
+void decode_q4_k(const uint8_t* b, uint8_t* codes, float* scales, float* minimums) {
+  sub_block_scales(b, scales, minimums);
+  for (int32_t chunk = 0; chunk < 4; ++chunk) {
+    const uint8_t* q = b + 16 + 32 * chunk;
+    uint8_t* to = codes + 64 * chunk;
+    for (int32_t i = 0; i < 32; ++i) {
+      to[i] = q[i] & 15;
+      to[i + 32] = q[i] >> 4;
+    }
+  }
+}
+
+void decode_q5_k(const uint8_t* b, uint8_t* codes, float* scales, float* minimums) {
+  sub_block_scales(b, scales, minimums);
+  const uint8_t* high = b + 16;
+  for (int32_t chunk = 0; chunk < 4; ++chunk) {
+    const uint8_t* q = b + 48 + 32 * chunk;
+    uint8_t* to = codes + 64 * chunk;
+    for (int32_t i = 0; i < 32; ++i) {
+      to[i] = byte_of((q[i] & 15) | (high[i] >> (2 * chunk) & 1) << 4);
+      to[i + 32] = byte_of((q[i] >> 4) | (high[i] >> (2 * chunk + 1) & 1) << 4);
+    }
+  }
+}
+
+void decode_q6_k(const uint8_t* b, uint8_t* codes, float* scales, float*) {
+  const float d = half_at(b + 208);
+  for (int32_t j = 0; j < 16; ++j) {
+    scales[j] = d * static_cast<float>(static_cast<int8_t>(b[192 + j]));
+  }
+  for (int32_t half = 0; half < 2; ++half) {
+    const uint8_t *low = b + 64 * half, *high = b + 128 + 32 * half;
+    uint8_t* to = codes + 128 * half;
+    for (int32_t i = 0; i < 32; ++i) {
+      to[i] = byte_of(((low[i] & 15) | (high[i] & 3) << 4) - 32);
+      to[i + 32] = byte_of(((low[i + 32] & 15) | (high[i] >> 2 & 3) << 4) - 32);
+      to[i + 64] = byte_of(((low[i] >> 4) | (high[i] >> 4 & 3) << 4) - 32);
+      to[i + 96] = byte_of(((low[i + 32] >> 4) | (high[i] >> 6) << 4) - 32);
+    }
+  }
+}
+
+void decode_q2_k(const uint8_t* b, uint8_t* codes, float* scales, float* minimums) {
+  const float d = half_at(b + 80), dmin = half_at(b + 82);
+  for (int32_t j = 0; j < 16; ++j) {
+    scales[j] = d * static_cast<float>(b[j] & 15);
+    minimums[j] = -(dmin * static_cast<float>(b[j] >> 4));
+  }
+  for (int32_t i = 0; i < 256; ++i) {
+    codes[i] = b[16 + 32 * (i / 128) + i % 32] >> (2 * (i % 128 / 32)) & 3;
+  }
+}
+
+void decode_q3_k(const uint8_t* b, uint8_t* codes, float* scales, float*) {
+  const float d = half_at(b + 108);
+  const uint8_t* s = b + 96;
+  for (int32_t j = 0; j < 16; ++j) {
+    const int32_t low = j < 8 ? s[j] & 15 : s[j - 8] >> 4;
+    const int32_t high = s[8 + j % 4] >> (2 * (j / 4)) & 3;
+    scales[j] = d * static_cast<float>((low | high << 4) - 32);
+  }
+  for (int32_t i = 0; i < 256; ++i) {
+    const int32_t low = b[32 + 32 * (i / 128) + i % 32] >> (2 * (i % 128 / 32)) & 3;
+    codes[i] = byte_of(low - ((b[i % 32] >> (i / 32) & 1) != 0 ? 0 : 4));
+  }
+}
+
+constexpr std::array<GgufType, 13> kTypes{{
+    {2, 32, 18, 32, decode_q4_0, Format::Q4},
+    {3, 32, 20, 32, decode_q4_1, Format::Q4A},
+    {6, 32, 22, 32, decode_q5_0, Format::Q8F},
+    {7, 32, 24, 32, decode_q5_1, Format::Q8A},
+    {8, 32, 34, 32, decode_q8_0, Format::Q8},
+    {10, 256, 84, 16, decode_q2_k, Format::Q8A},
+    {11, 256, 110, 16, decode_q3_k, Format::Q8F},
+    {12, 256, 144, 32, decode_q4_k, Format::Q4A},
+    {13, 256, 176, 32, decode_q5_k, Format::Q8A},
+    {14, 256, 210, 16, decode_q6_k, Format::Q8F},
+    {20, 32, 18, 32, decode_iq4_nl, Format::Q8F},
+    {23, 256, 136, 32, decode_iq4_xs, Format::Q8F},
+    {39, 32, 17, 32, decode_mxfp4, Format::MXFP4},
+}};
+
+// Twice the e2m1 values, for formats of plain integers, with half the scale.
+constexpr std::array<int8_t, 16> kDoubledE2m1{0, 1,  2,  3,  4,  6,  8,  12,
+                                              0, -1, -2, -3, -4, -6, -8, -12};
+
+// Some groups of the 16 outputs of a block of packed rows, filled row by row.
+struct Strip {
+  uint8_t codes[kBlockOutputs * kMaxBlock];
+  float scales[kBlockOutputs * kMaxGroups];
+  float minimums[kBlockOutputs * kMaxGroups];
+};
+
+// One row of a strip: whole blocks, with a scale for each of the packed format's groups.
+void decode_row(const uint8_t* source, const GgufType& type, Format format, int32_t group,
+                int32_t count, int32_t output, Strip& strip) {
+  uint8_t* codes = strip.codes + output * kMaxBlock;
+  float scales[kMaxGroups], minimums[kMaxGroups] = {};
+  for (int32_t at = 0; at < count; at += type.block, source += type.nbytes) {
+    type.decode(source, codes + at, scales + at / type.group, minimums + at / type.group);
+  }
+  const int32_t repeat = type.group / group;
+  const bool is_doubled = type.tightest == Format::MXFP4 && format != Format::MXFP4;
+  for (int32_t g = 0; g < count / group; ++g) {
+    const float scale = scales[g / repeat];
+    strip.scales[output * kMaxGroups + g] = is_doubled ? scale * 0.5f : scale;
+    strip.minimums[output * kMaxGroups + g] = minimums[g / repeat];
+  }
+  if (!is_doubled) return;
+  for (int32_t k = 0; k < count; ++k) codes[k] = byte_of(kDoubledE2m1[codes[k]]);
+}
+
+// Rows past the last one: zeros, in mxfp4 of its least scale.
+void clear_rows(int32_t first, Format format, Strip& strip) {
+  const float no_scale = format == Format::MXFP4 ? 0x1p-127f : 0.0f;
+  std::fill(strip.codes + first * kMaxBlock, strip.codes + kBlockOutputs * kMaxBlock, uint8_t{0});
+  std::fill(strip.scales + first * kMaxGroups, std::end(strip.scales), no_scale);
+  std::fill(strip.minimums + first * kMaxGroups, std::end(strip.minimums), 0.0f);
+}
+
+}  // namespace
+
+const GgufType& gguf_type(int32_t id) {
+  for (const GgufType& type : kTypes) {
+    if (type.id == id) return type;
+  }
+  throw Error(ErrorKind::UnsupportedModel,
+              "GGUF tensor type " + std::to_string(id) + " has no blocks that are decoded here");
+}
+
+void require_gguf(const GgufType& type, int32_t cols, Format format, int32_t group) {
+  const bool has_own_scales = format == type.tightest && group == type.group;
+  const bool is_wider =
+      (group == 16 || group == 32) && type.group % group == 0 &&
+      (format == Format::Q8A || (format == Format::Q8F && !has_minimum(type.tightest)));
+  if (cols > 0 && cols % type.block == 0 && (has_own_scales || is_wider)) return;
+  throw Error(ErrorKind::Shape, "rows of " + std::to_string(cols) + " values of GGUF type " +
+                                    std::to_string(type.id) + " do not fit format " +
+                                    format_name(format) + " with groups of " +
+                                    std::to_string(group));
+}
+
+int64_t repack_gguf(const std::byte* source, const GgufType& type, int32_t rows, int32_t cols,
+                    Format format, int32_t group, std::byte* packed) {
+  const auto* bytes = reinterpret_cast<const uint8_t*>(source);
+  const int64_t row_bytes = int64_t{cols} / type.block * type.nbytes;
+  const int64_t step = group_bytes(format, group);
+  int64_t first_bad = -1;
+  Strip strip;
+  for (int32_t row = 0; row < rows;
+       row += kBlockOutputs, packed += block_bytes(format, cols, group)) {
+    const int32_t num_rows = std::min(kBlockOutputs, rows - row);
+    if (num_rows < kBlockOutputs) clear_rows(num_rows, format, strip);
+    for (int32_t col = 0; col < cols; col += kMaxBlock) {
+      const int32_t count = std::min(kMaxBlock, cols - col);
+      const int32_t groups = count / group;
+      for (int32_t i = 0; i < num_rows; ++i) {
+        const uint8_t* from = bytes + (row + i) * row_bytes + col / type.block * type.nbytes;
+        decode_row(from, type, format, group, count, i, strip);
+      }
+      const CodeBand band{strip.codes, kMaxBlock, strip.scales, strip.minimums, kMaxGroups};
+      const int64_t bad = place_groups(format, group, groups, band, packed + col / group * step);
+      if (bad < 0) continue;
+      const int64_t index = (row + bad / groups) * int64_t{cols} + col + bad % groups * group;
+      first_bad = first_bad < 0 ? index : std::min(first_bad, index);
+    }
+  }
+  return first_bad;
+}
+
+}  // namespace headrace
