@@ -25,8 +25,14 @@ import numpy as np
 from headrace import _core, ops
 from machine import Steal, describe
 
-FORMATS = [("q4", 64), ("q4", 32), ("mxfp4", 32), ("q8", 32), ("bf16", 1), ("f32", 1)]
-INTEGER = ("q4", "mxfp4", "q8")
+FORMATS = [
+    ("q4", 64), ("q4", 32), ("mxfp4", 32), ("q8", 32), ("bf16", 1), ("f32", 1),
+    ("q4f", 64), ("q4f", 32), ("q4a", 64), ("q4a", 32), ("q8f", 32), ("q8f", 16),
+    ("q8a", 32), ("q8a", 16), ("f8", 128), ("f8", 32),
+]  # fmt: skip
+KEPT = {"q4f": (-8, 8), "q4a": (0, 16), "q8f": (-128, 128), "q8a": (-128, 128), "f8": (-126, 126)}
+"""Formats that hold codes of foreign checkpoints, and the codes to draw."""
+INTEGER = ("q4", "mxfp4", "q8", "q4f", "q4a", "q8f", "q8a")
 HIDDEN, INNER = 2048, 768  # the experts of Qwen3-30B-A3B
 CHOSEN, NUM_EXPERTS = 8, 128
 READ_BYTES = 20 << 20  # what 8 such experts take in q4
@@ -144,12 +150,25 @@ def filled(num_bytes: int, pattern: np.ndarray) -> np.ndarray:
     return memory
 
 
+def random_packed(shape: tuple[int, int], format: str, group: int) -> np.ndarray:
+    """Packed bytes of a matrix of random weights or codes."""
+    rng = np.random.default_rng(3)
+    if format not in KEPT:
+        w = rng.standard_normal(shape).astype(np.float32) / 32
+        return _core.pack(w, format, group)
+    codes = rng.integers(*KEPT[format], shape).astype(np.int8)
+    if format == "f8":
+        codes[codes == -1] = 0  # NaN
+    numbers = rng.uniform(0.001, 0.002, (shape[0], -(-shape[1] // group))).astype(np.float32)
+    minimums = -numbers if format in ("q4a", "q8a") else None
+    return _core.pack_codes(codes, numbers, minimums, format, group)
+
+
 def linear_loads(rows: list[int], working_set_bytes: int) -> Iterator[Load]:
     """One packed matrix of an expert's shape times some rows, a cold matrix every time."""
     rng = np.random.default_rng(1)
-    w = rng.standard_normal((INNER, HIDDEN)).astype(np.float32)
     for format, group in FORMATS:
-        pattern = _core.pack(w, format, group)
+        pattern = random_packed((INNER, HIDDEN), format, group)
         memory = filled(working_set_bytes, pattern)
         step = -(-pattern.size // 64) * 64
         views = [
@@ -182,10 +201,7 @@ class ExpertLayer:
     def __init__(self, format: str, group: int, working_set_bytes: int) -> None:
         shapes = [(INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)]
         rng = np.random.default_rng(3)
-        parts = [
-            _core.pack(rng.standard_normal(s).astype(np.float32) / 32, format, group)
-            for s in shapes
-        ]
+        parts = [random_packed(s, format, group) for s in shapes]
         sizes = [-(-p.size // 64) * 64 for p in parts]
         record = np.concatenate(
             [np.pad(p, (0, n - p.size)) for p, n in zip(parts, sizes, strict=True)]
