@@ -21,6 +21,7 @@ from headrace.engine.sequence import State
 from headrace.experts import DriveUse, ExpertStore, History
 from headrace.inspect import open_model
 from headrace.models.registry import build_model
+from headrace.pressure import TRIAL_TOKENS, Moves, PressureWatch
 
 LAYERS, EXPERTS, ACTIVE, HIDDEN, WIDTH, VOCAB = 3, 8, 2, 64, 64, 96
 NUM_RECORDS = LAYERS * EXPERTS
@@ -133,6 +134,7 @@ class Setting:
     prefetch: bool = False
     together: bool = False  # both prompts in the same steps
     resize: tuple[int, ...] = ()  # slots after each step, in turn
+    pressure: Path | None = None  # a folder for a fake /proc whose memory comes and goes
     harm: Callable[[int], None] = lambda step: None  # called before each step with its number
 
 
@@ -145,6 +147,7 @@ class Run:
     stats: object
     drives: list[DriveUse]
     errors: list[Exception | None]
+    moves: Moves = field(default_factory=Moves)
 
 
 class _Recorder:
@@ -156,10 +159,35 @@ class _Recorder:
         self._setting = setting
         self.rows: list[Float32] = []
         self.steps = 0
+        self.watch = None if setting.pressure is None else self._make_watch(setting.pressure)
+
+    def _make_watch(self, root: Path) -> PressureWatch:
+        return PressureWatch(
+            self._store,
+            slot_bytes=1 << 20,
+            least_slots=2,
+            headroom_bytes=64 << 20,
+            root=root,
+            clock=lambda: 1000.0 * self.steps,
+        )
+
+    def _squeeze(self, watch: PressureWatch, root: Path) -> None:
+        """Every third step memory is short by a few slots; else there is plenty, and all is fast.
+
+        One look takes slots again, the next says that they may stay.
+        """
+        available = (28 << 20) if self.steps % 3 == 0 else (4 << 30)
+        (root / "proc").mkdir(parents=True, exist_ok=True)
+        (root / "proc/meminfo").write_text(f"MemAvailable: {available // 1024} kB\n")
+        for _ in range(2):
+            watch.note(10 * TRIAL_TOKENS, 1.0)
+            watch.look()
 
     def __call__(
         self, ids: Int32, rows: object, kv: object, experts: object, logits_rows: Int32
     ) -> Float32:
+        if self.watch is not None and self._setting.pressure is not None:
+            self._squeeze(self.watch, self._setting.pressure)
         if self._setting.prefetch:
             # Advice of every kind: right, wrong, repeated. None of it may show in the logits.
             for layer in range(LAYERS):
@@ -218,6 +246,7 @@ def run(path: Path, setting: Setting) -> Run:
             stats=store.stats(),
             drives=store.drives(),
             errors=[sequence.error for sequence in sequences],
+            moves=Moves() if recorder.watch is None else recorder.watch.moves,
         )
 
 

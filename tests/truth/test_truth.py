@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from headrace import _core, ops
-from headrace.config import POLICIES
+from headrace.config import POLICIES, EngineConfig
 from headrace.convert import Recipe, convert
 from headrace.errors import ExpertReadError
 from headrace.experts import History
 from headrace.inspect import open_model
+from headrace.tune import Measured, candidates
+from headrace.tuned import ENGINE_FIELDS, EXPERT_FIELDS, with_settings
 from truth.identity import (
     EXPERTS,
     LAYERS,
@@ -153,6 +155,47 @@ def test_slots_shrink_and_grow_while_running(
 ) -> None:
     setting = Setting(num_slots=12, prefetch=True, resize=(12, 4, FLOOR, 9))
     assert_same(run(models["q4"], setting), truths["q4"])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("together", [False, True])
+def test_slots_are_given_back_and_taken_again_under_pressure(
+    models: dict[str, Path], truths: dict[str, Run], tmp_path: Path, policy: str, together: bool
+) -> None:
+    setting = Setting(
+        num_slots=20, chunk=5, together=together, prefetch=True, pressure=tmp_path,
+        experts=with_experts(policy=policy),
+    )  # fmt: skip
+    for name in ("q4", "in-place"):
+        got = run(models[name], setting)
+        assert_same(got, truths[name])
+        assert got.moves.give_backs > 1
+        assert got.moves.slots_given_back > 4 and got.moves.slots_taken_again > 1
+
+
+def test_what_tune_may_choose(models: dict[str, Path], truths: dict[str, Run]) -> None:
+    """Every candidate of the search, and all of one kind together."""
+    base = Measured(
+        ids=(), prefill_s=1, decode_s=1, num_slots=12, num_records=NUM_RECORDS, hit_rate=0.5,
+        readers=2, block_bytes=8192, threads=2, chunk=6, policy="next-use",
+    )  # fmt: skip
+    tried = candidates(base, EngineConfig())
+    assert set(tried) >= {*ENGINE_FIELDS, *EXPERT_FIELDS}
+    choices = [{name: value} for name, values in tried.items() for value in values]
+    choices.append({name: values[-1] for name, values in tried.items() if values})
+    before = ops.num_threads()
+    try:
+        for choice in choices:
+            config = with_settings(EngineConfig(experts=with_experts()), choice)
+            ops.set_threads(before if config.threads == "auto" else config.threads)
+            setting = Setting(
+                num_slots=12 if config.slots == "auto" else config.slots,
+                chunk=6 if config.chunk == "auto" else config.chunk,
+                experts=config.experts,
+            )
+            assert_same(run(models["q4"], setting), truths["q4"])
+    finally:
+        ops.set_threads(before)
 
 
 def test_history_of_any_kind(
