@@ -385,6 +385,14 @@ void bind_expert_store(nb::module_& m) {
             store.warm(records);
           },
           "records"_a)
+      .def(
+          "held",
+          [](const ExpertStore& store, int32_t layer) {
+            std::vector<uint8_t> held = store.held(layer);
+            const size_t num_experts = held.size();
+            return to_numpy(std::move(held), {num_experts});
+          },
+          "layer"_a)
       .def("frequencies",
            [](const ExpertStore& store) {
              return to_numpy(store.frequencies(), {store.table().layers.size(),

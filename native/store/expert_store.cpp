@@ -584,6 +584,16 @@ std::vector<double> ExpertStore::frequencies() const {
   return policy_->frequencies();
 }
 
+std::vector<uint8_t> ExpertStore::held(int32_t layer) const {
+  const int32_t row = layer_row(layer);
+  std::vector<uint8_t> result(at(table_.num_experts));
+  const std::scoped_lock lock(mutex_);
+  for (int32_t expert = 0; expert < table_.num_experts; ++expert) {
+    result[at(expert)] = slot_of_[at(record_of(row, expert))] >= 0 ? 1 : 0;
+  }
+  return result;
+}
+
 void ExpertStore::set_frequencies(std::span<const double> frequencies) {
   if (frequencies.size() != slot_of_.size()) {
     throw Error(ErrorKind::Shape, "expected " + std::to_string(slot_of_.size()) +

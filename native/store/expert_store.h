@@ -192,6 +192,8 @@ class ExpertStore final : public RecordSource, public std::enable_shared_from_th
   // Routed tokens per record, [layers, experts]: decayed, as the policy sees them; and plainly
   // counted.
   std::vector<double> frequencies() const;
+  // By expert of a layer: 1 if it is in a slot or on the way into one.
+  std::vector<uint8_t> held(int32_t layer) const;
   void set_frequencies(std::span<const double> frequencies);
   std::vector<int64_t> routed_counts() const;
   int64_t num_routed_tokens() const;

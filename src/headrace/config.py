@@ -19,6 +19,8 @@ KV_DTYPES = ("f16", "bf16", "f32", "q8")
 POLICIES = ("next-use", "frequency", "slru", "lru")
 HISTORY_MODES = ("write", "read", "off")
 EMBEDDING_PLACES = ("auto", "resident", "drive")
+LOSSY_MODES = ("expert_top_p", "expert_top_k", "cache_aware_routing", "drop_cold")
+LOSSY_OPTIONS = (*LOSSY_MODES, "lossy_check_every", "max_kl")
 ISAS = ("auto", "scalar", "avx2", "avx512", "amx", "neon", "neon-i8mm")
 
 # How a drive is read that nobody measured.
@@ -205,7 +207,7 @@ class ExpertConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How a model is held in memory and run; of all this only `kv` can change a token."""
+    """How a model is held in memory and run; only `kv` and the lossy modes can change a token."""
 
     memory: int | Auto = field(
         default="auto",
@@ -242,6 +244,52 @@ class EngineConfig:
     )
     lock_memory: bool = field(
         default=False, metadata={"help": "keep weights and expert slots from being swapped out"}
+    )
+    expert_top_p: float | None = field(
+        default=None,
+        metadata={
+            "help": "lossy: while decoding, use a token's likeliest experts up to this share of "
+            "their weight",
+            "changes_tokens": True,
+        },
+    )
+    expert_top_k: int | None = field(
+        default=None,
+        metadata={
+            "help": "lossy: while decoding, use this many experts per token",
+            "changes_tokens": True,
+        },
+    )
+    cache_aware_routing: float | None = field(
+        default=None,
+        metadata={
+            "help": "lossy: while decoding, choose as if experts in a slot were likelier by this "
+            "share (0.2 is a fifth)",
+            "changes_tokens": True,
+        },
+    )
+    drop_cold: float | None = field(
+        default=None,
+        metadata={
+            "help": "lossy: while decoding, leave out experts that are in no slot and have less "
+            "than this share of a token's weight",
+            "changes_tokens": True,
+        },
+    )
+    lossy_check_every: int = field(
+        default=16,
+        metadata={
+            "help": "with a lossy mode, compute one decoding step of this many exactly as well, "
+            "for mean KL and flip rate",
+            "changes_tokens": True,
+        },
+    )
+    max_kl: float | None = field(
+        default=None,
+        metadata={
+            "help": "end lossy modes when the mean KL of the checks is above this (nats)",
+            "changes_tokens": True,
+        },
     )
     threads: int | Auto = field(default="auto", metadata={"help": "computing threads"})
     isa: str = field(
@@ -290,6 +338,40 @@ class EngineConfig:
         _require(isinstance(self.profile, bool), "profile", "True or False", self.profile)
         _require(self.isa in ISAS, "isa", " | ".join(ISAS), self.isa)
         _require(isinstance(self.experts, ExpertConfig), "experts", "an ExpertConfig", self.experts)
+        self._check_lossy()
+
+    @property
+    def lossy_modes(self) -> dict[str, float | int]:
+        """The lossy modes that were asked for."""
+        values = {name: getattr(self, name) for name in LOSSY_MODES}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _check_lossy(self) -> None:
+        for name in ("expert_top_p", "drop_cold"):
+            value = getattr(self, name)
+            inside = value is None or (_is_number(value) and 0 < value <= 1)
+            _require(inside, name, "a number above 0, at most 1", value)
+        _require(
+            self.expert_top_k is None or _is_count(self.expert_top_k, 1),
+            "expert_top_k", "1 or more", self.expert_top_k,
+        )  # fmt: skip
+        for name in ("cache_aware_routing", "max_kl"):
+            value = getattr(self, name)
+            inside = value is None or (_is_number(value) and 0 <= value <= 100)
+            _require(inside, name, "a number from 0 to 100", value)
+        _require(
+            _is_count(self.lossy_check_every, 1), "lossy_check_every", "1 or more",
+            self.lossy_check_every,
+        )  # fmt: skip
+        _require(
+            self.max_kl is None or bool(self.lossy_modes), "max_kl", "a lossy mode beside it",
+            self.max_kl,
+        )  # fmt: skip
+        _require(
+            not self.lossy_modes or self.experts.trace is None, "trace",
+            "a run without lossy modes: a trace tells what the router chose",
+            str(self.experts.trace),
+        )  # fmt: skip
 
 
 def make_engine_config(base: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:

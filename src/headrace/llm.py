@@ -47,6 +47,7 @@ from headrace.metrics import (
     peak_memory_bytes,
     resident_bytes,
 )
+from headrace.models.lossy import make_lossy
 from headrace.models.registry import build_model
 from headrace.plan import READ_SLACK, MemoryPlan, headroom_bytes, plan_memory
 from headrace.pressure import Moves, PressureWatch
@@ -164,6 +165,7 @@ class LLM:
                 lock=self.config.lock_memory,
             )
             self.tokenizer = tokenizer.result()
+        self.lossy = make_lossy(model, self.config)
         self.profile = Profile() if self.config.profile else None
         if self.profile is not None:
             self.profile.attach(model)
@@ -172,7 +174,7 @@ class LLM:
         self._watch = self._open_watch(available)
         self._kv = model.make_state(plan.num_pages, self.config.kv)
         self._loop = EngineLoop(
-            model,
+            model if self.lossy is None else self.lossy,
             self._kv,
             self.store,
             num_pages=plan.num_pages,
@@ -472,7 +474,7 @@ class LLM:
             seed=sequence.seed,
             isa=ops.isa(),
             threads=ops.num_threads(),
-            lossy={"kv": self.plan.kv} if self.plan.kv == "q8" else None,
+            lossy=self._lossy_report(),
             slots_given_back=moves.slots_given_back,
             slots_taken_again=moves.slots_taken_again,
             give_backs=moves.give_backs,
@@ -491,6 +493,13 @@ class LLM:
             }
             for drive, count in zip(drives, bytes_read, strict=False)
         )
+
+    def _lossy_report(self) -> dict[str, Any] | None:
+        """What was lossy, and what it cost since the start; None if nothing was."""
+        report: dict[str, Any] = {"kv": self.plan.kv} if self.plan.kv == "q8" else {}
+        if self.lossy is not None:
+            report |= self.lossy.report()
+        return report or None
 
     def _huge_pages_bytes(self) -> int:
         """Count again only where much was loaded or given back: it takes 20 ms for 5 GiB."""

@@ -505,3 +505,14 @@ def test_large_records_are_split(tmp_path: Path) -> None:
         for expert, content in read_all(store, 0, range(4)).items():
             records.check(0, expert, content)
         assert store.stats().reads_in_flight_max > 1
+
+
+def test_what_is_held_is_told_by_expert(records: Records) -> None:
+    with records.open(num_slots=4) as store:
+        assert not store.held(2).any() and store.held(2).shape == (8,)
+        read_all(store, 2, [1, 5])
+        assert np.flatnonzero(store.held(2)).tolist() == [1, 5]
+        assert not store.held(5).any()
+        assert store.num_free_slots == 2
+        with pytest.raises(ShapeError):
+            store.held(3)

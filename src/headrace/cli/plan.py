@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.cli.options import Json, takes, usage
-from headrace.config import EngineConfig, parse_bytes
+from headrace.config import LOSSY_OPTIONS, EngineConfig, parse_bytes
 
 if TYPE_CHECKING:
     from headrace.plan import MemoryPlan
@@ -18,7 +18,7 @@ def _rate(text: str) -> float:
         return float(parse_bytes(text.removesuffix("/s")))
 
 
-@takes(EngineConfig, without=("trace", "profile"))
+@takes(EngineConfig, without=("trace", "profile", *LOSSY_OPTIONS))
 def command(
     model: Annotated[str, typer.Argument(metavar="MODEL")],
     drive_bytes_per_s: Annotated[

@@ -85,6 +85,9 @@ def describe(llm: "LLM", name: str) -> str:
             ),
         ]
     parts.append(f"memory {format_bytes(plan.ceiling_bytes)}")
+    if llm.config.lossy_modes:
+        modes = (f"{n.replace('_', '-')} {v:g}" for n, v in llm.config.lossy_modes.items())
+        parts.append(f"LOSSY: {', '.join(modes)}")
     if llm.tuned:
         from headrace.tuned import describe_settings
 

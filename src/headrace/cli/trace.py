@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.cli.options import Json, parsed_bytes, takes, usage
-from headrace.config import POLICIES, EngineConfig, ExpertConfig, SamplingParams
+from headrace.config import LOSSY_OPTIONS, POLICIES, EngineConfig, ExpertConfig, SamplingParams
 from headrace.errors import ConfigError
 from headrace.metrics import format_bytes
 
@@ -26,7 +26,7 @@ _CHART_ROWS = 12
 
 
 @app.command()
-@takes(EngineConfig, SamplingParams, without=("sequences", "trace", "profile"))
+@takes(EngineConfig, SamplingParams, without=("sequences", "trace", "profile", *LOSSY_OPTIONS))
 def record(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="the trace; continued if it exists")],
     model: Annotated[

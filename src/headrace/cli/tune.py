@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.cli.options import Json, takes
-from headrace.config import EngineConfig
+from headrace.config import LOSSY_OPTIONS, EngineConfig
 
 if TYPE_CHECKING:
     from headrace.tune import Found, Row
 
 
-@takes(EngineConfig, without=("sequences", "profile", "trace", "tuned"))
+@takes(EngineConfig, without=("sequences", "profile", "trace", "tuned", *LOSSY_OPTIONS))
 def command(
     model: Annotated[str, typer.Argument(metavar="MODEL")],
     minutes: Annotated[float, typer.Option(min=0, help="time for all measurements")] = 5.0,

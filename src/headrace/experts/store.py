@@ -338,6 +338,10 @@ class ExpertStore:
         """
         return self._native.resize(num_slots)
 
+    def held(self, layer: int) -> npt.NDArray[np.bool_]:
+        """Return which experts of a layer are in a slot or on the way into one: [E]."""
+        return self._native.held(layer).astype(bool)
+
     def frequencies(self) -> npt.NDArray[np.float64]:
         """Return the routed tokens per record, decayed to now: [Lm, E]."""
         return self._native.frequencies()
