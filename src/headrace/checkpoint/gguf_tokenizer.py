@@ -85,6 +85,9 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     ),
 }
 
+OLDER_NAMES: Mapping[str, str] = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
+"""Names in files of other tools and times that llama.cpp takes for one of the above."""
+
 
 def tokenizer_json(header: GgufHeader) -> str:
     """The text of the `tokenizer.json` that this vocabulary came from.
@@ -96,7 +99,9 @@ def tokenizer_json(header: GgufHeader) -> str:
     metadata = header.metadata
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind != "llama" and (
-        kind != "gpt2" or not isinstance(pre, str) or pre not in PRE_TOKENIZERS
+        kind != "gpt2"
+        or not isinstance(pre, str)
+        or OLDER_NAMES.get(pre, pre) not in PRE_TOKENIZERS
     ):
         raise UnsupportedModelError(
             f"GGUF tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported: {header.path}\n"
@@ -140,7 +145,7 @@ def tokenizer_json(header: GgufHeader) -> str:
 
 
 def _byte_level_parts(header: GgufHeader, pre: str, vocab: Mapping[str, int]) -> dict[str, Any]:
-    known = PRE_TOKENIZERS[pre]
+    known = PRE_TOKENIZERS[OLDER_NAMES.get(pre, pre)]
     merges = _strings(header, "tokenizer.ggml.merges")
     return {
         "normalizer": {"type": "NFC"} if known.has_nfc else None,
