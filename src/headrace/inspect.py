@@ -15,6 +15,7 @@ from headrace.arrays import Bytes
 from headrace.checkpoint import (
     Checkpoint,
     ContainerCheckpoint,
+    GgufCheckpoint,
     HuggingFaceCheckpoint,
     RecordTable,
     TensorInfo,
@@ -187,6 +188,8 @@ def verify(path: Path, progress: Callable[[str, int, int], None] = lambda *_: No
         checks = [_Range(e, e.nbytes, None) for e in checkpoint.entries.values()]
     else:
         checks = [_Load(checkpoint, name) for name in checkpoint.tensors]
+        if isinstance(checkpoint, GgufCheckpoint):
+            checks += [_Experts(checkpoint, name) for name in checkpoint.expert_tensors()]
     return _run(checks, checkpoint, progress)
 
 
@@ -359,7 +362,30 @@ class _Load:
             self.checkpoint.load_vector(self.name)
 
 
-_Check: TypeAlias = _Range | _Load | _Whole | _Frame
+@dataclass(frozen=True)
+class _Experts:
+    """A tensor of a GGUF file that holds the experts of a layer."""
+
+    checkpoint: GgufCheckpoint
+    name: str
+
+    @property
+    def entry(self) -> TensorEntry:
+        """The tensor as a range."""
+        t = self.checkpoint.expert_tensors()[self.name]
+        return TensorEntry(self.name, t.type.name, t.shape, t.path, t.offset, t.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.entry.nbytes
+
+    def run(self) -> None:
+        """Read the tensor; raise CheckpointError if it is damaged."""
+        self.checkpoint.check_experts(self.name)
+
+
+_Check: TypeAlias = _Range | _Load | _Experts | _Whole | _Frame
 
 
 def _container_files(checkpoint: ContainerCheckpoint) -> Iterator[_Whole]:

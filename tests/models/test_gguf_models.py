@@ -24,6 +24,7 @@ from headrace.checkpoint.gguf_names import ARCHITECTURES, EXPERT_ROLES
 from headrace.checkpoint.gguf_split import read_model
 from headrace.convert import GgufRecipe, convert_to_gguf
 from headrace.errors import CheckpointError, EngineError, UnsupportedModelError
+from headrace.inspect import verify
 
 IDS = list(range(3, 20))
 TYPES = sorted({*QUANTISED, *FLOATING})
@@ -182,6 +183,10 @@ def test_a_bad_scale_of_an_expert_is_named(tmp_path: Path) -> None:
     path.write_bytes(pack_file(model_metadata("qwen3_moe"), tensors))
     with pytest.raises(EngineError, match=r"layer 1, expert 2, matrix down.*\n.*\[9, 96\]"):
         records_of(path)
+    report = verify(path)
+    assert not report.is_sound
+    assert report.num_checked == len(tensors)
+    assert [found.tensor for found in report.damaged] == ["blk.1.ffn_down_exps.weight"]
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mixtral", "qwen3_moe"])

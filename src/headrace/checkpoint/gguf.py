@@ -196,6 +196,28 @@ class GgufCheckpoint(Checkpoint):
                 return paired_rows(rows, self.config[key])
         return np.arange(rows)
 
+    def expert_tensors(self) -> dict[str, GgufTensor]:
+        """Tensors that hold experts of a layer, by their name in the file; none if dense."""
+        found = self.header.tensors.items()
+        return {n: t for n, t in found if self.has_experts and is_expert(n)}
+
+    def check_experts(self, name: str) -> None:
+        """Read a tensor of experts; raise CheckpointError if a value of it is not finite."""
+        tensor = self.expert_tensors()[name]
+        cols = tensor.shape[-1]
+        num_rows = tensor.nbytes // tensor.row_bytes
+        step = max(16, CHUNK_BYTES // tensor.row_bytes)
+        for first in range(0, num_rows, step):
+            rows = np.arange(first, min(first + step, num_rows))
+            blocks = self._blocks(tensor, rows)
+            if tensor.type.name in FLOAT_FORMATS:
+                format = FLOAT_FORMATS[tensor.type.name]
+                check_finite(blocks.reshape(-1), format, name, tensor.path, first * cols)
+                continue
+            where = f"{name}, file {tensor.path}, rows from {first}"
+            format, group = common_format([tensor.type.name])
+            _core.repack_gguf(blocks, TYPE_IDS[tensor.type.name], cols, format, group, where)
+
     def source(self, name: str) -> GgufTensor:
         """Where a dense tensor lies, under its Hugging Face name."""
         self.info(name)
