@@ -4,6 +4,7 @@
     headrace convert big-q4 big-q4.gguf
     python bench/compare.py big-q4 big-q4.gguf --llama-bench PATH/llama-bench
         [--pairs 5] [--deep 8000] [--deep-pairs 3] [--threads 2] [--memory 12GiB] [--json out.json]
+        [--setting 1-on]
 
 The GGUF file must be the one that `convert` made of the model without options: the same codes and
 scales, so the same bits. llama.cpp is built for this processor (GGML_NATIVE=ON), with AVX-512 and
@@ -12,13 +13,14 @@ AMX. GCC 12 breaks its AMX path: it needs `asm volatile("" :: "m"(tc) : "memory"
 
 First llama.cpp is tried with every combination of --repack 0|1 and -fa on|off, each in a process of
 its own, and the fastest is kept for each measurement (after the long context, with the repacking
-that decoded fastest). Then samples are taken in pairs, ours first in one and theirs first in the
-next. A sample of theirs is a run of llama-bench on random tokens, model loaded and warmed up; one
-of ours is an answer to random ids from a model that stays loaded with all experts resident. Both
-keep keys and values as f16. Decode counts tokens after a context of 100 (or --deep), prefill a
-prompt of 512 with nothing cached. The long context is computed once by us (its pages are found
-again) and once in each process by llama-bench, which is most of the time that this takes: about
-twenty minutes in all, most of them for the long context; --deep 0 leaves it out.
+that decoded fastest); --setting leaves this search out. Then samples are taken in pairs, ours first
+in one and theirs first in the next. A sample of theirs is a run of llama-bench on random tokens,
+model loaded and warmed up; one of ours is an answer to random ids from a model that stays loaded
+with all experts resident. Both keep keys and values as f16. Decode counts tokens after a context of
+100 (or --deep), prefill a prompt of 512 with nothing cached. The long context is computed once by
+us (its pages are found again) and once in each process by llama-bench, which is most of the time
+that this takes: about twenty minutes in all, most of them for the long context; --deep 0 leaves it
+out.
 
 Prints every pair, medians and ratios, with machine, commit, the time that the host stole and what
 other processes used: a pair with more than 5 % of either is void and stays out of the medians.
@@ -121,7 +123,9 @@ class Peer:
         return [float(speed) for speed in rows[0]["samples_ts"]]
 
     def fastest(self, what: Measurement, settings: list[Setting]) -> Setting:
-        """Try settings, print each, return the one with the best sample."""
+        """Try settings, print each, return the one with the best sample; a single one untried."""
+        if len(settings) == 1:
+            return settings[0]
         best: dict[Setting, float] = {}
         for setting in settings:
             speeds = self.run(replace(what, repetitions=SEARCH_REPETITIONS), setting)
@@ -252,6 +256,9 @@ def compare(args: argparse.Namespace, llm: LLM) -> None:
     peer = Peer(args.llama_bench, args.gguf, args.threads)
     ours = Ours(llm, args.deep)
     all_settings = [Setting(r, f) for r in (1, 0) for f in ("on", "off")]
+    if args.setting is not None:
+        repack, flash_attention = args.setting.split("-")
+        all_settings = [Setting(int(repack), flash_attention)]
     print("\nllama.cpp's settings")
     chosen = {what: peer.fastest(what, all_settings) for what in (decode, prefill)}
     planned = [(decode, args.pairs), (prefill, args.pairs)]
@@ -259,9 +266,9 @@ def compare(args: argparse.Namespace, llm: LLM) -> None:
         kept = [s for s in all_settings if s.repack == chosen[decode].repack]
         chosen[deep] = peer.fastest(deep, kept)
         planned.append((deep, args.deep_pairs))
-    print(f"llama.cpp build {peer.build}")
     ours.warm_up([what for what, _ in planned])
     taken = {what: measure(ours, peer, what, chosen[what], num) for what, num in planned}
+    print(f"\nllama.cpp build {peer.build}")
     print(f"\n  medians, tok/s         headrace  llama.cpp   ratio\n  {'-' * 66}")
     rows = {what.name: summary(what.name, pairs) for what, pairs in taken.items()}
     if args.deep:
@@ -283,6 +290,11 @@ def main() -> None:
     parser.add_argument("--deep", type=int, default=8000, help="tokens of context; 0: leave out")
     parser.add_argument("--deep-pairs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--setting",
+        choices=[f"{repack}-{fa}" for repack in (1, 0) for fa in ("on", "off")],
+        help="llama.cpp's repacking and flash attention, instead of a search",
+    )
     parser.add_argument("--memory", default="12GiB", help="our ceiling; all must be resident")
     parser.add_argument("--json", type=Path, help="write settings, pairs and medians there")
     args = parser.parse_args()

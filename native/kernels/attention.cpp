@@ -199,12 +199,15 @@ KvPool::KvPool(const KvShape& shape, std::shared_ptr<std::byte> memory)
 }
 
 std::byte* KvPool::keys(int32_t page, int32_t layer, int32_t kv_head) const {
-  return memory_.get() + page * shape_.page_bytes() + layer * 2 * shape_.half_bytes() +
-         kv_head * shape_.head_bytes();
+  const int32_t first = page / kPagesTogether * kPagesTogether;
+  const int64_t together = std::min(kPagesTogether, shape_.num_pages - first);
+  const int64_t run = int64_t{layer} * shape_.num_kv_heads + kv_head;
+  return memory_.get() + first * shape_.page_bytes() +
+         (run * together + page - first) * 2 * shape_.head_bytes();
 }
 
 std::byte* KvPool::values(int32_t page, int32_t layer, int32_t kv_head) const {
-  return keys(page, layer, kv_head) + shape_.half_bytes();
+  return keys(page, layer, kv_head) + shape_.head_bytes();
 }
 
 void check_step_rows(int32_t page_tokens, int32_t num_pages, int32_t window, const StepRows& rows,

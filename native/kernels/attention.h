@@ -10,8 +10,8 @@
 
 namespace headrace {
 
-// The shape of a pool of pages. A page holds page_tokens tokens of one sequence in all layers:
-//   [layer][keys, values][kv_head], keys [head_dim][page_tokens], values [page_tokens][head_dim].
+// The shape of a pool of pages. A page holds page_tokens tokens of one sequence in all layers, for
+// each layer and kv head keys [head_dim][page_tokens] and values [page_tokens][head_dim].
 // Keys lie with the tokens side by side, because a score is a chain over head_dim in each lane.
 // In q8 both are int8 codes, followed by one f16 scale per token and 32 dims,
 // [groups][page_tokens]; an item is code * scale, which float32 holds exactly.
@@ -20,8 +20,7 @@ struct KvShape {
   Format dtype;  // F32, F16, BF16 or Q8
 
   int64_t head_bytes() const;  // the keys, or the values, of one kv head of one page
-  int64_t half_bytes() const { return num_kv_heads * head_bytes(); }
-  int64_t page_bytes() const { return num_layers * 2 * half_bytes(); }
+  int64_t page_bytes() const { return int64_t{num_layers} * num_kv_heads * 2 * head_bytes(); }
   int64_t nbytes() const { return num_pages * page_bytes(); }
 };
 
@@ -32,6 +31,13 @@ int64_t kv_items_bytes(Format dtype, int32_t width, int32_t page_tokens);
 // Throws Error(Shape) unless pools can hold this type, width and page size. `pool` names the class.
 void check_kv_page(const char* pool, Format dtype, int32_t page_tokens);
 
+// Pages of which one head of one layer lies in one piece: a walk over them is one stream of memory,
+// which the processor fetches ahead by itself. More would be little faster, and touch more memory
+// for the first tokens.
+inline constexpr int32_t kPagesTogether = 16;
+
+// [groups of kPagesTogether pages, the last may have fewer][layers][kv heads][pages of the group]
+// [keys, values].
 class KvPool {
  public:
   // Throws Error(Shape) for a shape the kernels cannot take. `memory` holds shape.nbytes() bytes at

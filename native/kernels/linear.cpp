@@ -71,7 +71,9 @@ int64_t blocks_per_item(const MatrixView& matrix, int32_t num_rows, int32_t num_
   if (num_rows <= kFewRows) {
     return std::clamp<int64_t>(kItemBytes / matrix.block_bytes(), 1, blocks);
   }
-  return (blocks + num_threads * kItemsPerThread - 1) / (num_threads * kItemsPerThread);
+  const int64_t least = is_quantised(matrix.format) ? kPackedBlocks : kFloatBlocks;
+  const int64_t items = std::clamp<int64_t>(blocks / least, 1, num_threads * kItemsPerThread);
+  return (blocks + items - 1) / items;
 }
 
 namespace {

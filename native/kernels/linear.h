@@ -41,8 +41,12 @@ LinearArgs block_args(const MatrixView& matrix, int64_t begin, int64_t end, floa
 inline constexpr int32_t kFewRows = 4;
 // Of weights in an item of such a product: few, so that threads end together.
 inline constexpr int64_t kItemBytes = 32768;
-// Of larger products, which unpack weights or pack inputs once per item.
+// Of larger products at most so many, each of at least so many blocks: every item packs its rows
+// anew, which takes as long as half a block of a quantised format, and the kernels of floating ones
+// compute four blocks together.
 inline constexpr int64_t kItemsPerThread = 4;
+inline constexpr int64_t kPackedBlocks = 24;
+inline constexpr int64_t kFloatBlocks = 4;
 
 // How many blocks of outputs make an item of work for threads.
 int64_t blocks_per_item(const MatrixView& matrix, int32_t num_rows, int32_t num_threads);

@@ -20,6 +20,7 @@
 #include "base/cpu.h"
 #include "kernels/attention.h"
 #include "kernels/kernel_table.h"
+#include "kernels/latent.h"
 #include "kernels/linear.h"
 #include "kernels/memory_feed.h"
 #include "kernels/moe.h"
@@ -265,50 +266,90 @@ void add_rows(Cases& cases) {
 struct AttentionShape {
   Format dtype;
   int32_t num_heads, num_kv_heads, head_dim, page_tokens;
+  int32_t window;  // 0: none, and no sinks
+
+  std::string name() const {
+    return std::string(format_name(dtype)) + " " + std::to_string(num_heads) + "/" +
+           std::to_string(num_kv_heads) + " heads of " + std::to_string(head_dim) +
+           (window == 0 ? "" : ", window and sinks");
+  }
 };
 
+// NaN wherever a step writes nothing.
+std::shared_ptr<std::byte> stale_bytes(int64_t count) {
+  const std::shared_ptr<std::byte> bytes = aligned_bytes(count);
+  std::fill_n(bytes.get(), count, std::byte{0xff});
+  return bytes;
+}
+
 // Two sequences: 75 rows of a prompt, then one row each at places that end and begin a page.
-void run_attention(ThreadPool& pool, Digest& digest, const AttentionShape& shape) {
-  constexpr int32_t kTokens = 75;
-  const KvShape kv_shape{1, 8, shape.num_kv_heads, shape.head_dim, shape.page_tokens, shape.dtype};
-  const std::shared_ptr<std::byte> memory = aligned_bytes(kv_shape.nbytes());
-  std::fill_n(memory.get(), kv_shape.nbytes(), std::byte{0xff});  // NaN wherever nothing is written
-  const KvPool kv(kv_shape, memory);
-  const int32_t pages[] = {2, 0, 3, 6, 1, 7, 5, 4};  // four a sequence
-  Random random(11);
-  const auto step = [&](const std::vector<int32_t>& positions,
+template <class Step>
+void run_two_sequences(const AttentionShape& shape, Step&& step) {
+  constexpr int32_t kTokens = 75, kNumPages = 8;
+  const int32_t pages[kNumPages] = {2, 0, 3, 6, 1, 7, 5, 4};  // four a sequence
+  const std::vector<float> sinks = Random(15).floats(shape.num_heads);
+  const AttentionParams params{0.3f, shape.window, shape.window == 0 ? nullptr : sinks.data()};
+  const auto call = [&](const std::vector<int32_t>& positions,
                         const std::vector<int32_t>& sequences) {
     const auto count = static_cast<int32_t>(positions.size());
     const StepRows rows{positions.data(), sequences.data(), pages, count, 2, 4};
-    check_step_rows(shape.page_tokens, kv_shape.num_pages, 0, rows, "digest");
-    const int64_t kv_items = int64_t{count} * shape.num_kv_heads * shape.head_dim;
-    const std::vector<float> k = random.floats(kv_items);
-    const std::vector<float> v = random.floats(kv_items);
-    const std::vector<float> q = random.floats(int64_t{count} * shape.num_heads * shape.head_dim);
-    kv_write(pool, kv, 0, k.data(), v.data(), rows);
-    std::vector<float> out(q.size());
-    paged_attention(pool, kv, 0, q.data(), shape.num_heads, {0.3f, 0, nullptr}, rows, out.data());
-    digest.add(out);
+    check_step_rows(shape.page_tokens, kNumPages, shape.window, rows, "digest");
+    step(rows, params);
   };
   for (const int32_t sequence : {0, 1}) {
     std::vector<int32_t> positions(kTokens);
     for (int32_t t = 0; t < kTokens; ++t) positions[static_cast<size_t>(t)] = t;
-    step(positions, std::vector<int32_t>(kTokens, sequence));
+    call(positions, std::vector<int32_t>(kTokens, sequence));
   }
-  for (int32_t t = kTokens; t < kTokens + 25; ++t) step({t, t}, {0, 1});
+  for (int32_t t = kTokens; t < kTokens + 25; ++t) call({t, t}, {0, 1});
+}
+
+void run_attention(ThreadPool& pool, Digest& digest, const AttentionShape& shape) {
+  const KvShape kv_shape{1, 8, shape.num_kv_heads, shape.head_dim, shape.page_tokens, shape.dtype};
+  const KvPool kv(kv_shape, stale_bytes(kv_shape.nbytes()));
+  Random random(11);
+  run_two_sequences(shape, [&](const StepRows& rows, const AttentionParams& params) {
+    const int64_t kv_items = int64_t{rows.num_rows} * shape.num_kv_heads * shape.head_dim;
+    const std::vector<float> k = random.floats(kv_items);
+    const std::vector<float> v = random.floats(kv_items);
+    const std::vector<float> q =
+        random.floats(int64_t{rows.num_rows} * shape.num_heads * shape.head_dim);
+    kv_write(pool, kv, 0, k.data(), v.data(), rows);
+    std::vector<float> out(q.size());
+    paged_attention(pool, kv, 0, q.data(), shape.num_heads, params, rows, out.data());
+    digest.add(out);
+  });
+}
+
+// A latent is head_dim values and 16 of rope.
+void run_latent(ThreadPool& pool, Digest& digest, const AttentionShape& shape) {
+  const LatentShape latent{1, 8, shape.head_dim, 16, shape.page_tokens, shape.dtype};
+  const LatentPool latents(latent, stale_bytes(latent.nbytes()));
+  Random random(16);
+  run_two_sequences(shape, [&](const StepRows& rows, const AttentionParams& params) {
+    const std::vector<float> written = random.floats(int64_t{rows.num_rows} * latent.width());
+    const int64_t num_queries = int64_t{rows.num_rows} * shape.num_heads;
+    const std::vector<float> q = random.floats(num_queries * latent.width());
+    latent_write(pool, latents, 0, written.data(), rows);
+    std::vector<float> out(static_cast<size_t>(num_queries * latent.latent_dim));
+    latent_attention(pool, latents, 0, q.data(), shape.num_heads, params, rows, out.data());
+    digest.add(out);
+  });
 }
 
 void add_attention(Cases& cases) {
-  for (const Format dtype : {Format::F32, Format::F16, Format::BF16}) {
-    for (const AttentionShape& shape :
-         {AttentionShape{dtype, 6, 2, 16, 32}, AttentionShape{dtype, 5, 1, 40, 48},
-          AttentionShape{dtype, 8, 8, 64, 32}, AttentionShape{dtype, 8, 2, 128, 64}}) {
-      cases.push_back(
-          {std::string("attention ") + format_name(dtype) + " " + std::to_string(shape.num_heads) +
-               "/" + std::to_string(shape.num_kv_heads) + " heads of " +
-               std::to_string(shape.head_dim),
-           [=](ThreadPool& pool, Digest& digest) { run_attention(pool, digest, shape); }});
-    }
+  const auto add = [&](const char* op, auto run, const AttentionShape& shape) {
+    cases.push_back({std::string(op) + " " + shape.name(),
+                     [=](ThreadPool& pool, Digest& digest) { run(pool, digest, shape); }});
+  };
+  for (const Format dtype : {Format::F32, Format::F16, Format::BF16, Format::Q8}) {
+    add("attention", run_attention, {dtype, 6, 2, dtype == Format::Q8 ? 32 : 16, 32, 0});
+    if (dtype != Format::Q8) add("attention", run_attention, {dtype, 5, 1, 40, 48, 0});
+    add("attention", run_attention, {dtype, 8, 8, 64, 32, 0});
+    add("attention", run_attention, {dtype, 8, 2, 128, 64, 0});
+    add("attention", run_attention, {dtype, 8, 2, 64, 32, 21});
+    add("latent", run_latent, {dtype, 5, 1, 48, 32, 0});
+    add("latent", run_latent, {dtype, 16, 1, 112, 32, 40});
   }
 }
 

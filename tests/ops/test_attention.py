@@ -211,6 +211,24 @@ def test_pool_costs_nothing_until_touched(rng: np.random.Generator) -> None:
     assert resident_kib() - before < 8 * 1024
 
 
+@pytest.mark.parametrize("dtype", ["f32", "q8"])
+@pytest.mark.parametrize("num_pages", [5, 16, 37])
+def test_pages_do_not_overlap(rng: np.random.Generator, dtype: str, num_pages: int) -> None:
+    # A sequence on each page, of one token: attention to it gives its value and nothing else.
+    pool = ops.KVPool(3, num_pages, 2, 32, page_tokens=16, dtype=dtype)
+    table = rng.permutation(num_pages).astype(np.int32)[:, None]
+    rows = Rows(np.zeros(num_pages, np.int32), np.arange(num_pages, dtype=np.int32), table)
+    q, _, _ = qkv(rng, num_pages, 2, 2, 32)
+    codes = rng.integers(-126, 127, (3, num_pages, 2, 32))
+    codes[..., 0] = 127  # so that the scale of q8 is 1
+    values = codes.astype(np.float32)
+    for layer in range(3):
+        ops.kv_write(pool, layer, values[layer], values[layer], rows)
+    for layer in range(3):
+        expected = values[layer].reshape(num_pages, -1)
+        assert_same_bits(ops.paged_attention(q, pool, layer, rows, 1.0), expected)
+
+
 def test_refused_arguments(rng: np.random.Generator) -> None:
     _, k, v = qkv(rng, 2, 4, 2, 16)
     pool = ops.KVPool(1, 2, 2, 16)
