@@ -57,6 +57,12 @@ class RecordSource {
   // for a layer or an id that has no record.
   virtual std::unique_ptr<RecordFeed> feed(int32_t layer, std::span<const int32_t> ids,
                                            int32_t num_tokens) = 0;
+
+  // Advice is welcome where records have to be fetched: ids [T, A] that T tokens will probably ask
+  // of a layer soon, the likeliest of each token first. It changes no result.
+  virtual bool wants_advice() const { return false; }
+  virtual void look_ahead(int32_t /*layer*/, std::span<const int32_t> /*ids*/,
+                          int32_t /*num_tokens*/) {}
 };
 
 }  // namespace headrace

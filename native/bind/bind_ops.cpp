@@ -15,6 +15,7 @@
 #include <numeric>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "base/array_pool.h"
@@ -576,16 +577,29 @@ nb::tuple router_op(const AnyArray& x, const PackedMatrix& weight, int64_t top_k
   return nb::make_tuple(ids.array(), weights.array());
 }
 
+// (hidden, norm, eps, router, layer) as NextRouter.
+using NextTuple = std::tuple<AnyArray, AnyArray, float, const PackedMatrix*, int32_t>;
+
+NextRouter next_router(const NextTuple& from, const Rows& rows, int64_t top_k, bool renormalize) {
+  const auto& [hidden, norm, eps, weight, layer] = from;
+  return {checked<float>(hidden, "routed_ffn", "hidden", {rows.count, rows.width}),
+          checked<float>(norm, "routed_ffn", "norm", {rows.width}), eps,
+          router_of(rows, *weight, top_k, renormalize, "routed_ffn"), layer};
+}
+
 NumpyArray<float> routed_op(const AnyArray& x, const PackedMatrix& weight, RecordSource& source,
-                            int32_t layer, int64_t top_k, bool renormalize) {
+                            int32_t layer, int64_t top_k, bool renormalize,
+                            const std::optional<NextTuple>& following) {
   const Rows rows = rows_of(x, "routed_ffn", "x");
   const Router router = router_of(rows, weight, top_k, renormalize, "routed_ffn");
   check_experts("routed_ffn", rows, source.layout());
+  std::optional<NextRouter> next;
+  if (following) next = next_router(*following, rows, top_k, renormalize);
   Result<float> out({rows.count, rows.width});
   {
     nb::gil_scoped_release release;
     routed_ffn(*shared_pool(), rows.x, narrow(rows.count, "routed_ffn", "rows"), router, source,
-               layer, out.data);
+               layer, next ? &*next : nullptr, out.data);
   }
   return out.array();
 }
@@ -808,7 +822,7 @@ void bind_ops(nb::module_& m) {
   m.def("moe_ffn", moe_op, "x"_a, "ids"_a, "weights"_a, "lease"_a);
   m.def("moe_activations", moe_activations_op, "x"_a, "ids"_a, "weights"_a, "lease"_a);
   m.def("routed_ffn", routed_op, "x"_a, "router"_a, "source"_a, "layer"_a, nb::kw_only(), "top_k"_a,
-        "renormalize"_a);
+        "renormalize"_a, "following"_a = nb::none());
   m.def("router_topk", router_op, "x"_a, "weight"_a, nb::kw_only(), "top_k"_a, "renormalize"_a);
   m.def("sample", sample_op, "logits"_a, nb::kw_only(), "temperature"_a, "top_k"_a, "top_p"_a,
         "min_p"_a, "seed"_a, "position"_a);

@@ -193,6 +193,12 @@ std::map<std::string, int64_t> stats_map(const ExpertStore& store) {
           {"read_ns", stats.read_ns},
           {"drive_busy_ns", stats.drive_busy_ns},
           {"reads_in_flight_max", stats.reads_in_flight_max},
+          {"lookahead_named", stats.lookahead.named},
+          {"lookahead_wanted", stats.lookahead.wanted},
+          {"lookahead_right", stats.lookahead.right},
+          {"lookahead_used", stats.lookahead.used},
+          {"lookahead_unused", stats.lookahead.unused},
+          {"lookahead_saved_ns", stats.lookahead.saved_ns},
           {"is_direct", stats.is_direct ? 1 : 0}};
 }
 
@@ -340,29 +346,31 @@ void bind_lease(nb::module_& m) {
 
 void bind_expert_store(nb::module_& m) {
   nb::class_<ExpertStore, RecordSource>(m, "ExpertStore", "The owner of every expert byte.")
-      .def(nb::new_([](std::vector<std::string> files, std::vector<int32_t> layers,
-                       int32_t num_experts, const MatrixTuple& gate, const MatrixTuple& up,
-                       const MatrixTuple& down, int64_t record_bytes, const Table<int32_t, 3>& file,
-                       const Table<int64_t, 3>& offset, const Table<int64_t, 3>& length,
-                       const std::optional<Table<uint64_t, 2>>& checksum,
-                       const std::optional<Table<int32_t, 2>>& encoding, int32_t num_slots,
-                       int32_t num_readers, int64_t block_bytes, int32_t read_ahead, bool direct,
-                       double half_life_tokens, bool lock, const std::string& policy,
-                       std::vector<int32_t> drive_of_file, const Table<int64_t, 2>& copies,
-                       const std::vector<std::pair<int32_t, double>>& drives) {
-             store::Options options{
-                 num_slots, num_readers,      block_bytes, read_ahead,
-                 direct,    half_life_tokens, lock,        store::parse_policy(policy)};
-             for (const auto& [readers, rate] : drives) options.drives.push_back({readers, rate});
-             return open_store(std::move(files), std::move(layers), num_experts, gate, up, down,
-                               record_bytes, file, offset, length, checksum, encoding,
-                               std::move(drive_of_file), copies, options);
-           }),
-           nb::kw_only(), "files"_a, "layers"_a, "num_experts"_a, "gate"_a, "up"_a, "down"_a,
-           "record_bytes"_a, "file"_a, "offset"_a, "length"_a, "checksum"_a.none(),
-           "encoding"_a.none(), "num_slots"_a, "num_readers"_a, "block_bytes"_a, "read_ahead"_a,
-           "direct"_a, "half_life_tokens"_a, "lock"_a, "policy"_a, "drive_of_file"_a, "copies"_a,
-           "drives"_a)
+      .def(
+          nb::new_([](std::vector<std::string> files, std::vector<int32_t> layers,
+                      int32_t num_experts, const MatrixTuple& gate, const MatrixTuple& up,
+                      const MatrixTuple& down, int64_t record_bytes, const Table<int32_t, 3>& file,
+                      const Table<int64_t, 3>& offset, const Table<int64_t, 3>& length,
+                      const std::optional<Table<uint64_t, 2>>& checksum,
+                      const std::optional<Table<int32_t, 2>>& encoding, int32_t num_slots,
+                      int32_t num_readers, int64_t block_bytes, int32_t read_ahead, bool direct,
+                      double half_life_tokens, bool lock, const std::string& policy, bool lookahead,
+                      std::vector<int32_t> drive_of_file, const Table<int64_t, 2>& copies,
+                      const std::vector<std::pair<int32_t, double>>& drives) {
+            store::Options options{
+                num_slots, num_readers,      block_bytes, read_ahead,
+                direct,    half_life_tokens, lock,        store::parse_policy(policy)};
+            options.lookahead = lookahead;
+            for (const auto& [readers, rate] : drives) options.drives.push_back({readers, rate});
+            return open_store(std::move(files), std::move(layers), num_experts, gate, up, down,
+                              record_bytes, file, offset, length, checksum, encoding,
+                              std::move(drive_of_file), copies, options);
+          }),
+          nb::kw_only(), "files"_a, "layers"_a, "num_experts"_a, "gate"_a, "up"_a, "down"_a,
+          "record_bytes"_a, "file"_a, "offset"_a, "length"_a, "checksum"_a.none(),
+          "encoding"_a.none(), "num_slots"_a, "num_readers"_a, "block_bytes"_a, "read_ahead"_a,
+          "direct"_a, "half_life_tokens"_a, "lock"_a, "policy"_a, "lookahead"_a, "drive_of_file"_a,
+          "copies"_a, "drives"_a)
       .def(
           "acquire",
           [](ExpertStore& store, int32_t layer, const Table<int32_t, 2>& ids) {
@@ -376,6 +384,14 @@ void bind_expert_store(nb::module_& m) {
           [](ExpertStore& store, int32_t layer, const IdArray& ids) {
             const nb::gil_scoped_release release;
             store.prefetch(layer, id_span(ids));
+          },
+          "layer"_a, "ids"_a.noconvert())
+      .def_prop_ro("wants_advice", &ExpertStore::wants_advice)
+      .def(
+          "look_ahead",
+          [](ExpertStore& store, int32_t layer, const Table<int32_t, 2>& ids) {
+            const nb::gil_scoped_release release;
+            store.look_ahead(layer, {ids.data(), ids.size()}, static_cast<int32_t>(ids.shape(0)));
           },
           "layer"_a, "ids"_a.noconvert())
       .def(

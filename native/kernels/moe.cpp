@@ -463,6 +463,28 @@ class Mixture {
   float* activations_;
 };
 
+// ---- what comes after
+
+void advise(ThreadPool& pool, const NextRouter& next, int32_t num_tokens, RecordSource& source) {
+  const int64_t width = next.router.weight.cols;
+  const int64_t count = int64_t{num_tokens} * next.router.num_chosen;
+  PoolBuffer<float> normed(num_tokens * width);
+  PoolBuffer<int32_t> ids(count);
+  PoolBuffer<float> weights(count);
+  pool.run_ranges(num_tokens, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      kernels().rms_norm_row(next.hidden + t * width, next.norm, next.eps,
+                             static_cast<int32_t>(width), normed.get() + t * width);
+    }
+  });
+  try {
+    route(pool, normed.get(), num_tokens, next.router, ids.get(), weights.get());
+  } catch (const Error&) {
+    return;  // no number in a guess; the layer itself will say so if there is none in its input
+  }
+  source.look_ahead(next.layer, {ids.get(), static_cast<size_t>(count)}, num_tokens);
+}
+
 }  // namespace
 
 void swiglu_ffn(ThreadPool& pool, const float* x, int32_t num_rows, const MatrixView& gate,
@@ -480,13 +502,14 @@ void moe_ffn(ThreadPool& pool, const RoutedTokens& tokens, RecordFeed& feed, flo
 }
 
 void routed_ffn(ThreadPool& pool, const float* x, int32_t num_tokens, const Router& router,
-                RecordSource& source, int32_t layer, float* out) {
+                RecordSource& source, int32_t layer, const NextRouter* next, float* out) {
   const int64_t count = int64_t{num_tokens} * router.num_chosen;
   PoolBuffer<int32_t> ids(count);
   PoolBuffer<float> weights(count);
   route(pool, x, num_tokens, router, ids.get(), weights.get());
   const std::unique_ptr<RecordFeed> feed =
       source.feed(layer, {ids.get(), static_cast<size_t>(count)}, num_tokens);
+  if (next != nullptr && source.wants_advice()) advise(pool, *next, num_tokens, source);
   const RoutedTokens tokens{x,          ids.get(),          weights.get(),
                             num_tokens, router.weight.cols, router.num_chosen};
   moe_ffn(pool, tokens, *feed, out);

@@ -29,10 +29,20 @@ struct RoutedTokens {
 // release frees it.
 void moe_ffn(ThreadPool& pool, const RoutedTokens& tokens, RecordFeed& feed, float* out);
 
+// The next layer that routes, for a guess at what it will ask for: its router on the hidden state
+// that this layer's x was normed from.
+struct NextRouter {
+  const float* hidden;  // [T, D]
+  const float* norm;    // [D]
+  float eps;
+  Router router;
+  int32_t layer;
+};
+
 // From the router to the sum: x [T, D] -> out [T, D]. The ids go to the source the moment they are
-// known; what it holds is computed while it fetches the rest. Throws as route, RecordSource::feed
-// and moe_ffn.
+// known; what it holds is computed while it fetches the rest. With `next`, a source that wants
+// advice is told what comes after. Throws as route, RecordSource::feed and moe_ffn.
 void routed_ffn(ThreadPool& pool, const float* x, int32_t num_tokens, const Router& router,
-                RecordSource& source, int32_t layer, float* out);
+                RecordSource& source, int32_t layer, const NextRouter* next, float* out);
 
 }  // namespace headrace

@@ -12,6 +12,14 @@ namespace {
 
 constexpr int32_t kMinSlots = 2;
 constexpr double kUsualBytesPerS = 1e9;  // of a drive alone: nothing depends on it
+constexpr int32_t kNoRow = -1;
+
+// Of the slots that lookahead may fill: one in so many, and at most so many. A step of many tokens
+// will want most of the next layer; one of few tokens leaves the drive idle for a few records.
+constexpr int32_t kSlotsPerStaged = 8;
+constexpr int32_t kMostStaged = 8;
+constexpr int32_t kMostStagedOfMany = 32;
+constexpr int32_t kManyTokens = 32;
 
 int64_t elapsed_ns(std::chrono::steady_clock::time_point since) {
   const auto duration = std::chrono::steady_clock::now() - since;
@@ -57,6 +65,7 @@ ExpertStore::ExpertStore(RecordTable table, const Options& options)
       policy_(Policy::make(options.policy,
                            {static_cast<int32_t>(table_.layers.size()), table_.num_experts,
                             options.num_slots, options.half_life_tokens})),
+      lookahead_(table_.num_experts),
       scratch_(at(table_.num_experts), 0) {
   if (options.lock) memory_.lock();
   for (const std::string& path : table_.files) {
@@ -147,7 +156,9 @@ std::unique_ptr<Lease> ExpertStore::acquire(int32_t layer, std::span<const int32
     item.is_miss = true;
     ++stats_.misses;
   }
-  route_locked({row, ids, scratch_, num_tokens});
+  const Visit visit{row, ids, scratch_, num_tokens};
+  route_locked(visit);
+  if (options_.lookahead) judge_lookahead_locked(visit);
   if (!prefetch_.empty()) {
     const int32_t first = row * table_.num_experts;
     std::erase_if(prefetch_, [&](int32_t record) {
@@ -179,6 +190,10 @@ bool ExpertStore::hold_locked(Lease::Item& item) {
   ++stats_.hits;
   if (held.is_advised) ++stats_.prefetch_hits;
   held.is_advised = false;
+  if (held.is_staged) {
+    lookahead_.used(held.state == SlotState::Ready ? record_ns_ : record_ns_ / 2);
+    unstage_locked(slot);
+  }
   if (held.state == SlotState::Loading) {
     ++stats_.joined;
     readers_->raise(held.load);
@@ -348,14 +363,14 @@ void ExpertStore::release(Lease& lease) {
 
 void ExpertStore::pin_locked(int32_t slot) {
   Slot& pinned = slots_[at(slot)];
-  if (pinned.pins++ == 0 && pinned.state == SlotState::Ready) policy_->remove(pinned.record);
+  if (is_candidate(pinned)) policy_->remove(pinned.record);
+  ++pinned.pins;
 }
 
 void ExpertStore::unpin_locked(int32_t slot) {
   Slot& left = slots_[at(slot)];
-  if (--left.pins > 0) return;
-  if (left.state != SlotState::Ready)
-    return;  // loading: it joins the candidates when its read ends
+  --left.pins;
+  if (!is_candidate(left)) return;  // loading: it joins the candidates when its read ends
   policy_->insert(left.record);
   changed_.notify_all();
 }
@@ -363,6 +378,7 @@ void ExpertStore::unpin_locked(int32_t slot) {
 // Forgets the slot's record, if it still has one, and makes the slot free.
 void ExpertStore::free_slot_locked(int32_t slot) {
   Slot& freed = slots_[at(slot)];
+  if (freed.is_staged) std::erase(staged_, slot);
   if (freed.record >= 0 && slot_of_[at(freed.record)] == slot) slot_of_[at(freed.record)] = -1;
   freed = Slot{};
   free_.push_back(slot);
@@ -376,10 +392,12 @@ int32_t ExpertStore::take_slot_locked(int32_t colder_than) {
     const int32_t victim = policy_->victim();
     const bool may_evict =
         victim >= 0 && (colder_than < 0 || !policy_->is_hotter(victim, colder_than));
-    if (may_evict)
+    if (may_evict) {
       evict_locked();
-    else
+    } else {
       cancel_advice_locked();
+      if (free_.empty()) give_up_other_staged_locked(kNoRow);
+    }
   }
   return pop_free_locked();
 }
@@ -454,7 +472,7 @@ void ExpertStore::start_load_locked(int32_t record, int32_t slot, io::Priority p
   if (fault::is_armed() && fault::take(fault::Kind::StaleSlot, files_[at(part.file)]->path(),
                                        part.offset, part.length)) [[unlikely]] {
     target.state = SlotState::Ready;  // the planted bug: whatever the slot held before
-    policy_->insert(record);          // pinned next if it was demanded
+    if (is_candidate(target)) policy_->insert(record);  // pinned next if it was demanded
     count_bytes_locked(record, priority, table_.layout.record_bytes);
     return;
   }
@@ -501,7 +519,7 @@ void ExpertStore::loaded(Load& load, std::string error, int64_t bytes_read) {
   if (error.empty()) {
     slot.state = SlotState::Ready;
     count_bytes_locked(load.record(), load.priority(), bytes_read);
-    if (slot.pins == 0) policy_->insert(load.record());
+    if (is_candidate(slot)) policy_->insert(load.record());
   } else {
     ++stats_.failed_reads;
     fail_leases_locked(load.slot(), error);
@@ -577,6 +595,103 @@ int32_t ExpertStore::slot_for_advice_locked(int32_t record, bool may_evict) {
   return pop_free_locked();
 }
 
+// Lookahead
+
+bool ExpertStore::wants_advice() const {
+  if (!options_.lookahead || most_staged(1) == 0 || slots_.size() >= slot_of_.size()) return false;
+  const std::scoped_lock lock(mutex_);
+  return !is_closed_ && lookahead_.is_on();
+}
+
+int32_t ExpertStore::most_staged(int32_t num_tokens) const {
+  const int32_t most = num_tokens < kManyTokens ? kMostStaged : kMostStagedOfMany;
+  return std::min(static_cast<int32_t>(slots_.size()) / kSlotsPerStaged, most);
+}
+
+void ExpertStore::look_ahead(int32_t layer, std::span<const int32_t> ids, int32_t num_tokens) {
+  const int32_t row = layer_row(layer);
+  for (const int32_t id : ids) record_of(row, id);
+  const std::scoped_lock lock(mutex_);
+  if (is_closed_) return;
+  const int32_t most = most_staged(num_tokens);
+  for (const int32_t id : lookahead_.name(row, ids, num_tokens)) {
+    const int32_t record = record_of(row, id);
+    if (slot_of_[at(record)] >= 0) continue;
+    const int32_t slot = staging_slot_locked(row, most);
+    if (slot < 0) return;
+    slots_[at(slot)].is_staged = true;
+    staged_.push_back(slot);
+    start_load_locked(record, slot, io::Priority::Advice);
+  }
+}
+
+// A slot for a record of the row: one that holds a wrong guess about another layer, a free one, or
+// that of the victim while fewer than `most` are staged.
+int32_t ExpertStore::staging_slot_locked(int32_t row, int32_t most) {
+  if (!give_up_other_staged_locked(row) && static_cast<int32_t>(staged_.size()) >= most) return -1;
+  if (free_.empty() && policy_->victim() >= 0) evict_locked();
+  return pop_free_locked();
+}
+
+// Frees the oldest staged slot that holds no record of the row. False if there is none.
+bool ExpertStore::give_up_other_staged_locked(int32_t row) {
+  for (const int32_t slot : staged_) {
+    const bool is_other = slots_[at(slot)].record / table_.num_experts != row;
+    if (is_other && give_up_staged_locked(slot)) return true;
+  }
+  return false;
+}
+
+// False if its read has begun and not ended.
+bool ExpertStore::give_up_staged_locked(int32_t slot) {
+  const Slot& left = slots_[at(slot)];
+  if (left.state == SlotState::Loading) {
+    if (!readers_->cancel(left.load)) return false;
+    std::erase(advised_, slot);
+  } else {
+    lookahead_.unused(static_cast<int64_t>(drive_use_ * static_cast<double>(record_ns_)));
+  }
+  free_slot_locked(slot);
+  return true;
+}
+
+// The slot's record is in use now, and pinned: an ordinary one from here on.
+void ExpertStore::unstage_locked(int32_t slot) {
+  slots_[at(slot)].is_staged = false;
+  std::erase(staged_, slot);
+}
+
+// Compares what was named with what the layer asks for, and withdraws the reads of what it does not
+// want that have not begun.
+void ExpertStore::judge_lookahead_locked(const Visit& visit) {
+  lookahead_.judge(visit.row, visit.num_tokens);
+  measure_drive_locked();
+  for (size_t i = staged_.size(); i-- > 0;) {
+    const Slot& slot = slots_[at(staged_[i])];
+    const bool is_wrong = slot.record / table_.num_experts == visit.row;
+    if (is_wrong && slot.state == SlotState::Loading) give_up_staged_locked(staged_[i]);
+  }
+  if (lookahead_.is_on()) return;
+  while (give_up_other_staged_locked(kNoRow)) {
+  }
+}
+
+void ExpertStore::measure_drive_locked() {
+  constexpr double kNew = 0.02;  // weight of the time since the last layer
+  const io::ReadPoolStats readers = readers_->stats();
+  const auto now = std::chrono::steady_clock::now();
+  const double wall_ns = std::chrono::duration<double, std::nano>(now - drive_seen_at_).count();
+  const double busy_ns = static_cast<double>(readers.busy_ns - drive_seen_busy_ns_);
+  drive_use_ += kNew * (std::min(busy_ns / std::max(wall_ns, 1.0), 1.0) - drive_use_);
+  drive_seen_at_ = now;
+  drive_seen_busy_ns_ = readers.busy_ns;
+  if (readers.bytes_read > 0) {
+    record_ns_ = static_cast<int64_t>(static_cast<double>(readers.busy_ns) /
+                                      static_cast<double>(readers.bytes_read) *
+                                      static_cast<double>(table_.layout.record_bytes));
+  }
+}
+
 // Books
 
 std::vector<double> ExpertStore::frequencies() const {
@@ -635,6 +750,7 @@ Stats ExpertStore::stats() const {
   snapshot.read_ns = readers.read_ns;
   snapshot.drive_busy_ns = readers.busy_ns;
   snapshot.reads_in_flight_max = readers.in_flight_max;
+  snapshot.lookahead = lookahead_.stats();
   snapshot.is_direct =
       std::all_of(files_.begin(), files_.end(), [](const auto& file) { return file->is_direct(); });
   return snapshot;
@@ -676,10 +792,13 @@ std::string ExpertStore::debug_check() const {
       return name + "its record is said to be elsewhere";
     }
     if ((slot.load != nullptr) != (slot.state == SlotState::Loading)) return name + "load lost";
-    const bool is_candidate = slot.state == SlotState::Ready && slot.pins == 0;
-    if (has_record && policy_->contains(slot.record) != is_candidate) {
+    if (has_record && policy_->contains(slot.record) != is_candidate(slot)) {
       return name + "is wrongly a candidate for eviction, or wrongly none";
     }
+    const auto times = std::count(staged_.begin(), staged_.end(), static_cast<int32_t>(i));
+    if (times != (slot.is_staged ? 1 : 0)) return name + "is wrongly staged, or wrongly not";
+    if (slot.is_staged && (slot.pins > 0 || !has_record))
+      return name + "staged, but in use or empty";
     num_free += slot.state == SlotState::Free ? 1 : 0;
     num_retired += slot.state == SlotState::Retired ? 1 : 0;
     num_loading += slot.state == SlotState::Loading ? 1 : 0;

@@ -5,12 +5,12 @@
 // the store's mutex, then the read pool's. A slot belongs to the store, never to a lease: a lease
 // that ends early unpins its slots, and a read still in flight completes into the cache.
 //
-// What later work attaches, and where: lookahead is one more caller of prefetch() and reads its
-// worth from the stats; tuning sets Options; a trace is written in acquire(), where every routed id
-// passes, and replayed through Policy alone.
+// What later work attaches, and where: tuning sets Options; a trace is written in acquire(), where
+// every routed id passes, and replayed through Policy alone.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -29,6 +29,7 @@
 #include "io/memory.h"
 #include "io/read_pool.h"
 #include "store/drives.h"
+#include "store/lookahead.h"
 #include "store/policy.h"
 #include "store/trace.h"
 
@@ -81,6 +82,7 @@ struct Options {
   bool lock = false;  // slots are never swapped out
   PolicyKind policy = PolicyKind::Frequency;
   std::vector<DriveOptions> drives;  // empty: one, read by num_readers, which else is their sum
+  bool lookahead = true;  // read early what a later layer will probably ask for, while that pays
 };
 
 struct Stats {
@@ -102,6 +104,7 @@ struct Stats {
   int64_t read_ns = 0;   // summed over reads
   int64_t drive_busy_ns = 0;  // wall time with at least one read in flight
   int32_t reads_in_flight_max = 0;
+  LookaheadStats lookahead;
   bool is_direct = true;  // false once any file fell back to buffered reads
 };
 
@@ -183,6 +186,11 @@ class ExpertStore final : public RecordSource, public std::enable_shared_from_th
     return acquire(layer, ids, num_tokens);
   }
   const ExpertLayout& layout() const override { return table_.layout; }
+  // Reads what is missing of it at low priority, into a few slots set aside: of those that hold
+  // records in use no more than most_staged are ever given up for it. What has not begun when the
+  // layer is acquired, and is not wanted, is withdrawn.
+  bool wants_advice() const override;
+  void look_ahead(int32_t layer, std::span<const int32_t> ids, int32_t num_tokens) override;
   // Advice: read at low priority what is missing, unless it would push out something hotter. Stale
   // advice for a layer is dropped when that layer is acquired.
   void prefetch(int32_t layer, std::span<const int32_t> ids);
@@ -229,6 +237,7 @@ class ExpertStore final : public RecordSource, public std::enable_shared_from_th
     int32_t record = -1;
     int32_t pins = 0;            // items of leases; a pinned slot is never a victim
     bool is_advised = false;     // read by advice and not used yet
+    bool is_staged = false;      // read by lookahead and not used yet: no candidate of the policy
     std::shared_ptr<Load> load;  // while Loading
   };
 
@@ -256,6 +265,16 @@ class ExpertStore final : public RecordSource, public std::enable_shared_from_th
   int32_t take_slot_locked(int32_t colder_than);
   int32_t pop_free_locked();
   void evict_locked();
+  int32_t most_staged(int32_t num_tokens) const;
+  int32_t staging_slot_locked(int32_t row, int32_t most);
+  void unstage_locked(int32_t slot);
+  bool give_up_staged_locked(int32_t slot);
+  bool give_up_other_staged_locked(int32_t row);
+  void judge_lookahead_locked(const Visit& visit);
+  void measure_drive_locked();
+  bool is_candidate(const Slot& slot) const {
+    return slot.state == SlotState::Ready && slot.pins == 0 && !slot.is_staged;
+  }
   void cancel_advice_locked();
   void pump_advice_locked();
   int32_t slot_for_advice_locked(int32_t record, bool may_evict);
@@ -280,6 +299,12 @@ class ExpertStore final : public RecordSource, public std::enable_shared_from_th
   std::vector<int32_t> free_;     // slots, last one taken first
   std::vector<int32_t> retired_;
   std::vector<int32_t> advised_;  // slots being loaded by advice
+  std::vector<int32_t> staged_;   // slots filled by lookahead and not used yet, oldest first
+  Lookahead lookahead_;
+  std::chrono::steady_clock::time_point drive_seen_at_{};
+  int64_t drive_seen_busy_ns_ = 0;
+  double drive_use_ = 0.0;        // share of the time with a read in flight, over the last layers
+  int64_t record_ns_ = 0;         // the drive's time for a record
   std::deque<int32_t> prefetch_;  // advised records not started yet
   std::deque<int32_t> warm_;
   std::vector<Lease*> leases_;

@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "check.h"
+#include "store/lookahead.h"
 #include "store/policy.h"
 #include "store/replay.h"
 #include "store/trace.h"
@@ -374,6 +375,46 @@ void test_a_trace_comes_back() {
   }
 }
 
+void test_lookahead_orders_what_it_names() {
+  store::Lookahead lookahead(6);
+  const auto named = [&](std::vector<int32_t> ids, int32_t num_tokens) {
+    const auto found = lookahead.name(1, ids, num_tokens);
+    return std::vector<int32_t>(found.begin(), found.end());
+  };
+  check(named({4, 0, 2}, 1) == std::vector<int32_t>{4, 0, 2});              // by place
+  check(named({4, 0, 2, 5, 2, 0}, 2) == std::vector<int32_t>{0, 2, 4, 5});  // by rows, then place
+  const std::vector<int32_t> none(6, 0);
+  lookahead.judge(0, none);  // another layer: nothing is known of it
+  check(lookahead.stats().named == 0);
+  const std::vector<int32_t> asked = {0, 0, 0, 0, 1, 1};
+  for (int turn = 0; turn < 20; ++turn) {
+    lookahead.name(1, std::vector<int32_t>{4, 0, 2}, 1);
+    lookahead.judge(1, asked);
+  }
+  check(lookahead.stats().named == 60 && lookahead.stats().wanted == 40);
+  check(lookahead.stats().right == 20);
+  check(named({4, 0, 2}, 1) == std::vector<int32_t>{4});  // the other places were never right
+  check(named({4, 0, 2, 0, 4, 2}, 2) == std::vector<int32_t>{0, 4, 2});  // two rows agree
+}
+
+void test_lookahead_rests_when_it_does_not_pay() {
+  store::Lookahead lookahead(4);
+  const std::vector<int32_t> asked = {1, 0, 0, 0};
+  const auto step = [&](int64_t saved_ns, int64_t lost_ns) {
+    if (lookahead.is_on()) lookahead.name(0, std::vector<int32_t>{0}, 1);
+    lookahead.used(saved_ns);
+    lookahead.unused(lost_ns);
+    lookahead.judge(0, asked);
+  };
+  for (int turn = 0; turn < 1000; ++turn) step(11, 10);
+  check(lookahead.is_on());
+  for (int turn = 0; turn < 1000 && lookahead.is_on(); ++turn) step(9, 10);
+  check(!lookahead.is_on());
+  int64_t rest = 0;
+  for (; !lookahead.is_on(); ++rest) lookahead.judge(0, asked);
+  check(rest > 1000);  // then it gets another trial
+}
+
 }  // namespace
 
 int main() {
@@ -391,6 +432,8 @@ int main() {
       {"no policy beats Belady", test_no_policy_beats_belady},
       {"Belady is the least of all", test_belady_is_the_least_of_all},
       {"a trace comes back", test_a_trace_comes_back},
+      {"lookahead orders what it names", test_lookahead_orders_what_it_names},
+      {"lookahead rests when it does not pay", test_lookahead_rests_when_it_does_not_pay},
   };
   return test::run_all(tests);
 }

@@ -118,6 +118,13 @@ class ExpertConfig:
             "routing of earlier runs and takes the best"
         },
     )
+    lookahead: str = field(
+        default="auto",
+        metadata={
+            "help": "read early what the next layer will probably ask for: auto, while it is "
+            "measured to pay, or off"
+        },
+    )
     trace: Path | None = field(
         default=None, metadata={"help": "append the routing of this run to a file"}
     )
@@ -185,6 +192,7 @@ class ExpertConfig:
             self.policy in ("auto", *POLICIES),
             "policy", " | ".join(("auto", *POLICIES)), self.policy,
         )  # fmt: skip
+        _require(self.lookahead in ("auto", "off"), "lookahead", "auto | off", self.lookahead)
         _require(
             self.trace is None or isinstance(self.trace, Path),
             "trace", "a pathlib.Path", self.trace,

@@ -41,6 +41,10 @@ class Receipt:
     drives: tuple[dict[str, Any], ...]  # of several: path, bytes_read, share, failed copies
     prefetch_bytes: int  # read on advice: warming from the history, lookahead
     stall_s: float  # time computing waited for bytes
+    lookahead_precision: float  # share of the experts it named that the layer then asked for
+    lookahead_recall: float  # share of the experts asked for that it had named
+    lookahead_wasted_bytes: int  # part of prefetch_bytes: given up without use
+    lookahead_saved_s: float  # waiting that was spared, estimated
     steps: int
     shared_steps: int
     peak_memory_bytes: int  # of the whole process, as the system reports it
@@ -81,7 +85,7 @@ class Receipt:
         if self.expert_requests:
             lines.append(
                 f"experts {self.expert_requests} asked, {100 * self.expert_hit_rate:.1f} % hit · "
-                f"read {format_bytes(self.bytes_read)} ({self.read_mode}), "
+                f"read {format_bytes(self.bytes_read)} ({self.read_mode}){self._ahead()}, "
                 f"{format_bytes(self.bytes_read_per_token)}/token, "
                 f"{self.drive_bytes_per_s / 1e9:.2f} GB/s by {self.readers} readers "
                 f"({self.readers_from}) · stall {self.stall_s:.2f} s"
@@ -99,6 +103,14 @@ class Receipt:
             + (f" · lossy: {self.lossy}" if self.lossy else "")
         )
         return lines
+
+    def _ahead(self) -> str:
+        if not self.prefetch_bytes:
+            return ""
+        wasted = f", {format_bytes(self.lookahead_wasted_bytes)} of it in vain"
+        return f" + {format_bytes(self.prefetch_bytes)} ahead" + (
+            wasted if self.lookahead_wasted_bytes else ""
+        )
 
 
 def _drive_text(drive: dict[str, Any]) -> str:

@@ -516,3 +516,77 @@ def test_what_is_held_is_told_by_expert(records: Records) -> None:
         assert store.num_free_slots == 2
         with pytest.raises(ShapeError):
             store.held(3)
+
+
+def test_lookahead_reads_early_and_is_judged(records: Records) -> None:
+    with records.open(num_slots=16, lookahead="auto") as store:
+        assert store.wants_advice
+        for layer in (1, 2):  # sixteen records: no slot is free
+            read_all(store, layer, [range(8)])
+        store.look_ahead(5, np.array([[3, 6]], np.int32))
+        wait_until(lambda: store.stats().prefetch_bytes == 2 * store.record_bytes)
+        for expert, data in read_all(store, 5, [3, 4]).items():
+            records.check(5, expert, data)
+        stats = store.stats()
+        assert (stats.lookahead_named, stats.lookahead_wanted, stats.lookahead_right) == (2, 2, 1)
+        assert (stats.lookahead_used, stats.lookahead_unused) == (1, 0)
+        assert stats.misses == 17
+        store.debug_check()
+        store.look_ahead(1, np.array([[0, 1]], np.int32))  # the place of the wrong one comes free
+        store.look_ahead(2, np.array([[0, 1]], np.int32))
+        assert store.stats().lookahead_unused >= 1
+        store.debug_check()
+
+
+def test_lookahead_gives_up_no_more_slots_than_are_set_aside(records: Records) -> None:
+    with records.open(num_slots=16) as store:
+        for _ in range(20):
+            for layer in (1, 2):
+                read_all(store, layer, [range(8)])
+        before = store.stats()
+        for _ in range(50):  # wrong every time
+            store.look_ahead(5, np.arange(8, dtype=np.int32)[None])
+        wait_until(lambda: store.stats().prefetch_bytes == 2 * store.record_bytes)
+        for layer in (1, 2):
+            read_all(store, layer, [range(8)])
+        assert store.stats().misses - before.misses <= 4  # two slots, and what took their place
+
+
+@pytest.mark.parametrize(("num_slots", "lookahead"), [(7, "auto"), (24, "auto"), (16, "off")])
+def test_lookahead_wants_no_advice_where_it_cannot_help(
+    records: Records, num_slots: int, lookahead: str
+) -> None:
+    with records.open(num_slots=num_slots, lookahead=lookahead) as store:
+        assert not store.wants_advice
+
+
+def test_lookahead_that_is_always_wrong_reads_no_more(records: Records) -> None:
+    with records.open(num_slots=16) as store:
+
+        def run(turns: int) -> int:
+            for turn in range(turns):
+                for layer, other in ((1, 2), (2, 5), (5, 1)):
+                    read_all(store, layer, [range(turn % 3, 8, 3)])
+                    store.look_ahead(other, np.array([[(turn + 2) % 3]], np.int32))
+            return store.stats().prefetch_bytes
+
+        run(60)
+        settle(store)
+        before = store.stats().prefetch_bytes
+        assert run(60) == before
+        assert store.stats().lookahead_named > 200
+        assert store.stats().lookahead_right == 0
+
+
+def test_a_bad_record_read_by_lookahead_fails_who_asks_for_it(
+    records: Records, faults: Callable[..., None]
+) -> None:
+    with records.open(num_slots=16) as store:
+        offset = int(records.table.offset[2, 3, 0])
+        faults("eio", count=-1, path_contains="experts-005", offset=offset)
+        store.look_ahead(5, np.array([[3, 6]], np.int32))
+        wait_until(lambda: store.stats().failed_reads == 1)
+        store.debug_check()
+        records.check(5, 6, read_all(store, 5, [6])[6])
+        with pytest.raises(ExpertReadError, match="layer 5, expert 3"):
+            read_all(store, 5, [3])

@@ -132,6 +132,7 @@ class Setting:
     experts: ExpertConfig = field(default_factory=lambda: ExpertConfig(history="off"))
     warm: History | None = None
     prefetch: bool = False
+    lie: bool = False  # lookahead is told what no router said
     together: bool = False  # both prompts in the same steps
     resize: tuple[int, ...] = ()  # slots after each step, in turn
     pressure: Path | None = None  # a folder for a fake /proc whose memory comes and goes
@@ -193,6 +194,10 @@ class _Recorder:
             for layer in range(LAYERS):
                 wanted = (np.arange(3, dtype=np.int32) + self.steps + layer) % EXPERTS
                 self._store.prefetch(layer, wanted[None].astype(np.int32))
+        if self._setting.lie:
+            for layer in range(LAYERS):
+                named = (np.arange(2, dtype=np.int32) * 3 + self.steps + layer) % EXPERTS
+                self._store.look_ahead(layer, named[None].astype(np.int32))
         if self._setting.resize:
             self._store.resize(self._setting.resize[self.steps % len(self._setting.resize)])
         self._setting.harm(self.steps)

@@ -150,6 +150,37 @@ def test_prefetch_of_any_advice(
         assert got.stats.prefetch_bytes > 0  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("lookahead", ["auto", "off"])
+@pytest.mark.parametrize("num_slots", [FLOOR, 8, 16, NUM_RECORDS - 1])
+@pytest.mark.parametrize("chunk", [1, 64])
+def test_lookahead(
+    models: dict[str, Path], truths: dict[str, Run], lookahead: str, num_slots: int, chunk: int
+) -> None:
+    setting = Setting(num_slots=num_slots, chunk=chunk, experts=with_experts(lookahead=lookahead))
+    for name in ("q4", "in-place"):
+        got = run(models[name], setting)
+        assert_same(got, truths[name])
+        has_read = lookahead == "auto" and num_slots >= 8
+        assert (got.stats.lookahead_used > 0) == has_read  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("num_slots", [8, 16])
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_lookahead_that_is_lied_to(
+    models: dict[str, Path], truths: dict[str, Run], num_slots: int, together: bool, policy: str
+) -> None:
+    setting = Setting(
+        num_slots=num_slots,
+        together=together,
+        experts=with_experts(policy=policy),
+        lie=True,
+        prefetch=True,
+        resize=(num_slots, 8, 5, FLOOR),
+    )
+    assert_same(run(models["q4"], setting), truths["q4"])
+
+
 def test_slots_shrink_and_grow_while_running(
     models: dict[str, Path], truths: dict[str, Run]
 ) -> None:

@@ -301,6 +301,11 @@ def _add_counters(usage: Usage, is_prefill: bool, used: StepCounters) -> None:
     usage.prefetch_bytes += used.prefetch_bytes
     before = usage.drive_bytes or (0,) * len(used.drive_bytes)
     usage.drive_bytes = tuple(map(operator.add, before, used.drive_bytes))
+    usage.lookahead_named += used.lookahead_named
+    usage.lookahead_wanted += used.lookahead_wanted
+    usage.lookahead_right += used.lookahead_right
+    usage.lookahead_unused += used.lookahead_unused
+    usage.lookahead_saved_ns += used.lookahead_saved_ns
     if is_prefill:
         usage.prefill_bytes_read += used.bytes_read
     else:

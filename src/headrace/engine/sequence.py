@@ -54,6 +54,11 @@ class Usage:
     drive_busy_ns: int = 0
     drive_bytes: tuple[int, ...] = ()  # of each drive, if there are several
     stall_ns: int = 0
+    lookahead_named: int = 0
+    lookahead_wanted: int = 0
+    lookahead_right: int = 0
+    lookahead_unused: int = 0
+    lookahead_saved_ns: int = 0
 
 
 # Sees each generated token; returns True to end the sequence there (a stop string is complete).

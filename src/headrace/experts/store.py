@@ -77,6 +77,18 @@ class StoreStats:
     """Summed over reads, which overlap."""
     drive_busy_ns: int
     """Wall time with at least one read in flight."""
+    lookahead_named: int
+    """Distinct experts that lookahead named for layers which were then acquired."""
+    lookahead_wanted: int
+    """Distinct experts that these layers asked for; recall is right / wanted."""
+    lookahead_right: int
+    """In both; precision is right / named."""
+    lookahead_used: int
+    """Records that lookahead read and a layer then used."""
+    lookahead_unused: int
+    """Records that it read and gave up; times the record size: bytes wasted."""
+    lookahead_saved_ns: int
+    """Waiting that the used ones saved, estimated from the drive's time for a record."""
     reads_in_flight_max: int
     read_mode: str
     """ "direct", or "buffered" once any file refused direct reads."""
@@ -108,6 +120,11 @@ class StepCounters(NamedTuple):
     stall_ns: int
     drive_busy_ns: int
     failed_copies: int = 0
+    lookahead_named: int = 0
+    lookahead_wanted: int = 0
+    lookahead_right: int = 0
+    lookahead_unused: int = 0
+    lookahead_saved_ns: int = 0
     drive_bytes: tuple[int, ...] = ()
     """Read from each drive, if there are several."""
 
@@ -232,6 +249,7 @@ class ExpertStore:
             half_life_tokens=float(readers.half_life_tokens),
             lock=lock,
             policy=self.policy,
+            lookahead=readers.lookahead == "auto",
             drive_of_file=list(table.drive_of_file),
             copies=np.ascontiguousarray(table.copies, np.int64),
             drives=[(readers.num_readers, rate) for rate in rates],
@@ -314,6 +332,23 @@ class ExpertStore:
             ids: int32 of any shape.
         """
         self._native.prefetch(layer, ids)
+
+    @property
+    def wants_advice(self) -> bool:
+        """Whether lookahead is on: asked for, some record has no slot, and it pays so far."""
+        return self._native.wants_advice
+
+    def look_ahead(self, layer: int, ids: Int32) -> None:
+        """Advise what a layer will probably ask for next; `ops.routed_ffn` does so by itself.
+
+        Missing records are read at low priority into a few slots set aside. What has not begun when
+        the layer is acquired, and is not wanted, is withdrawn.
+
+        Args:
+            layer: the model's layer number.
+            ids: [T, A] int32, the likeliest expert of each token first.
+        """
+        self._native.look_ahead(layer, ids)
 
     def warm(self, records: Iterable[tuple[int, int]]) -> None:
         """Fill free slots in the background, most wanted first; evicts nothing.

@@ -9,6 +9,7 @@ token, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
 from headrace import ops
 from headrace.arrays import Float32, Int32
@@ -17,6 +18,9 @@ from headrace.experts import ExpertStore
 from headrace.models.spec import ModelSpec
 from headrace.models.weights import Parameter, Weights
 from headrace.state import KVPool, StepRows
+
+Following: TypeAlias = tuple[Float32, Float32, float, Matrix, int]
+"""Hidden state, norm and router of the next layer: see `ops.routed_ffn`."""
 
 
 class Embedding:
@@ -167,7 +171,9 @@ class DenseFFN:
         self.up_proj = weights.matrix("up_proj", layer)
         self.down_proj = weights.matrix("down_proj", layer)
 
-    def __call__(self, x: Float32, experts: ExpertStore | None) -> Float32:
+    def __call__(
+        self, x: Float32, experts: ExpertStore | None, following: Following | None = None
+    ) -> Float32:
         """Apply to x [T, D]; needs no experts."""
         return ops.swiglu_ffn(x, self.gate_proj, self.up_proj, self.down_proj)
 
@@ -190,12 +196,14 @@ class MoE:
         self.renormalize = spec.norm_topk_prob
         self.router = weights.router("router", layer)
 
-    def __call__(self, x: Float32, experts: ExpertStore | None) -> Float32:
+    def __call__(
+        self, x: Float32, experts: ExpertStore | None, following: Following | None = None
+    ) -> Float32:
         """Route x [T, D] and add up the chosen experts, computed as their records arrive."""
         assert experts is not None, "a mixture was built without an expert store"
         return ops.routed_ffn(
             x, self.router, experts.source, self.layer,
-            top_k=self.top_k, renormalize=self.renormalize,
+            top_k=self.top_k, renormalize=self.renormalize, following=following,
         )  # fmt: skip
 
 
@@ -213,6 +221,8 @@ class PreNormLayer:
         self.attention = attention(spec, weights, layer)
         self.post_attention_norm = Norm(spec, weights, "post_attention_norm", layer)
         self.ffn = ffn(spec, weights, layer)
+        self.layer = layer
+        self.router = self.ffn.router if isinstance(self.ffn, MoE) else None
 
     def __call__(
         self,
@@ -222,11 +232,23 @@ class PreNormLayer:
         kv: KVPool,
         experts: ExpertStore | None,
         kept: Int32 | None = None,
+        after: PreNormLayer | None = None,
     ) -> Float32:
         """Apply to x [T, D]. Where only some rows of the result are wanted, `kept` names them, and
-        the FFN runs, and experts are read, for those alone.
+        the FFN runs, and experts are read, for those alone. `after` is the layer whose experts may
+        be guessed.
         """
         x = self.attention(x, angles, rows, kv)
         if kept is not None:
             x = x[kept]
-        return ops.add(x, self.ffn(self.post_attention_norm(x), experts)) if len(x) else x
+        if not len(x):
+            return x
+        following = None if after is None else after.guessed_from(x)
+        return ops.add(x, self.ffn(self.post_attention_norm(x), experts, following))
+
+    def guessed_from(self, x: Float32) -> Following | None:
+        """How to guess this layer's experts from an earlier hidden state x [T, D]."""
+        if self.router is None:
+            return None
+        norm = self.post_attention_norm
+        return x, norm.weight, norm.eps, self.router, self.layer

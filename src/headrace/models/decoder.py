@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import ClassVar, TypeAlias
 
 import numpy as np
@@ -107,9 +108,11 @@ class Decoder(ABC):
         """
         x = self.embed(ids)  # [T, D]
         angles = self.rotary(rows.positions)  # cos and sin, [T, Dh / 2] each
-        *layers, last = self.layers
-        for layer in layers:
-            x = layer(x, angles, rows, kv, experts)  # [T, D]
+        last = self.layers[-1]
+        for layer, after in pairwise(self.layers):
+            # The last layer computes the rows that are scored: what others would ask is no guide.
+            is_like = after is not last or len(logits_rows) == len(ids)
+            x = layer(x, angles, rows, kv, experts, after=after if is_like else None)  # [T, D]
         x = last(x, angles, rows, kv, experts, kept=logits_rows)  # [R, D]
         if not len(x):  # a chunk in the middle of a prompt
             return np.empty((0, self.spec.vocab_size), np.float32)

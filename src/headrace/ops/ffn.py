@@ -77,6 +77,7 @@ def routed_ffn(
     *,
     top_k: int,
     renormalize: bool,
+    following: tuple[Float32, Float32, float, _core.Matrix, int] | None = None,
 ) -> Float32:
     """Route every token, fetch the chosen experts' records, and mix: one native call.
 
@@ -89,6 +90,9 @@ def routed_ffn(
         layer: the layer number that the source knows.
         top_k: A, experts per token.
         renormalize: as in `router_topk`.
+        following: for advice to the source, which changes no result: the hidden state [T, D] that
+            x was normed from, and the norm's weight [D] and eps, router and number of the next
+            layer that routes, for as many experts per token.
 
     Returns:
         [T, D] float32.
@@ -98,4 +102,6 @@ def routed_ffn(
         NumericError: a router logit, or an input of a quantised expert, is NaN or infinite.
         ExpertReadError: a record could not be read.
     """
-    return _core.routed_ffn(x, router, source, layer, top_k=top_k, renormalize=renormalize)
+    return _core.routed_ffn(
+        x, router, source, layer, top_k=top_k, renormalize=renormalize, following=following
+    )
