@@ -101,6 +101,7 @@ def candidates(base: Measured, config: EngineConfig) -> dict[str, list[int | str
         "block_bytes": [base.block_bytes * 2, max(4096, base.block_bytes // 2)],
         "read_ahead": [config.experts.read_ahead * 2, max(1, config.experts.read_ahead // 2)],
         "policy": [policy for policy in POLICIES if policy != base.policy],
+        "lookahead": [value for value in ("auto", "off") if value != config.experts.lookahead],
         "slots": [base.num_slots * 7 // 8, base.num_slots * 3 // 4],
         "threads": [max(1, cores // 2), cores, max(1, cores - 1), 2 * cores],
         "chunk": [base.chunk * 2, max(1, base.chunk // 2)],

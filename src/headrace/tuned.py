@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 FORMAT = "headrace tuned"
 FORMAT_VERSION = 1
 ENGINE_FIELDS = ("threads", "chunk", "slots")
-EXPERT_FIELDS = ("readers", "block_bytes", "read_ahead", "policy")
+EXPERT_FIELDS = ("readers", "block_bytes", "read_ahead", "policy", "lookahead")
 MEMORY_FIELDS = ("chunk", "slots", "policy")
 """What was best with one ceiling and says nothing about another."""
 SAME_MEMORY = 0.1
