@@ -78,27 +78,58 @@ struct E2m1Grid {
   }
 };
 
+// A group and what a squared error of each of its weights counts.
+struct WeighedGroup {
+  const float* weights;  // [group][16]
+  int32_t group;
+  alignas(64) float counts[64 * 16];  // [group][16]
+
+  explicit WeighedGroup(const SearchGroup& source) : weights(source.weights), group(source.group) {
+    if (source.importance == nullptr) {
+      count_by_size();
+    } else {
+      for (int32_t k = 0; k < group; ++k) store(counts + k * 16, splat(source.importance[k]));
+    }
+  }
+
+  // sqrt(mean square of the group + square of the weight).
+  void count_by_size() {
+    Floats squares = splat(0.0f);
+    for (int32_t k = 0; k < group; ++k) {
+      const Floats weight = load(weights + k * 16);
+      squares = add(squares, mul(weight, weight));
+    }
+    const Floats mean = div(squares, splat(static_cast<float>(group)));
+    for (int32_t k = 0; k < group; ++k) {
+      const Floats weight = load(weights + k * 16);
+      store(counts + k * 16, add(mean, mul(weight, weight)));
+    }
+    // Rounded correctly by every processor.
+    for (int32_t i = 0; i < group * 16; ++i) counts[i] = __builtin_sqrtf(counts[i]);
+  }
+};
+
 template <class Grid>
-Floats weighted_error(const SearchGroup& group, const Grid& grid, Floats scale) {
+Floats weighted_error(const WeighedGroup& group, const Grid& grid, Floats scale) {
   const Floats factor = inverse(scale);
   Floats error = splat(0.0f);
   for (int32_t k = 0; k < group.group; ++k) {
     const Floats weight = load(group.weights + k * 16);
     const Floats code = grid.value(mul(weight, factor));
     const Floats difference = sub(weight, mul(code, scale));
-    error = add(error, mul(mul(splat(group.importance[k]), difference), difference));
+    error = add(error, mul(mul(load(group.counts + k * 16), difference), difference));
   }
   return error;
 }
 
 // The scale with the least error for the codes that `scale` gives; the same one if all are zero.
-inline Floats fitted_scale(const SearchGroup& group, const IntegerGrid& grid, Floats scale) {
+inline Floats fitted_scale(const WeighedGroup& group, const IntegerGrid& grid, Floats scale) {
   const Floats factor = inverse(scale);
   Floats products = splat(0.0f), squares = splat(0.0f);
   for (int32_t k = 0; k < group.group; ++k) {
     const Floats weight = load(group.weights + k * 16);
     const Floats code = grid.value(mul(weight, factor));
-    const Floats part = mul(splat(group.importance[k]), code);
+    const Floats part = mul(load(group.counts + k * 16), code);
     products = add(products, mul(part, weight));
     squares = add(squares, mul(part, code));
   }
@@ -130,7 +161,7 @@ struct BestScales {
 };
 
 template <class Grid>
-void take_codes(const SearchGroup& group, const Grid& grid, FoundCodes& found) {
+void take_codes(const WeighedGroup& group, const Grid& grid, FoundCodes& found) {
   const Floats scale = load(found.scales), factor = inverse(scale);
   Floats error = splat(0.0f);
   for (int32_t k = 0; k < group.group; ++k) {
@@ -144,7 +175,7 @@ void take_codes(const SearchGroup& group, const Grid& grid, FoundCodes& found) {
 }
 
 // Of each output the first weight of largest magnitude.
-inline void largest_weights(const SearchGroup& group, float* largest) {
+inline void largest_weights(const WeighedGroup& group, float* largest) {
   float magnitude[16] = {};
   for (int i = 0; i < 16; ++i) largest[i] = 0.0f;
   for (int32_t k = 0; k < group.group; ++k) {
@@ -157,8 +188,9 @@ inline void largest_weights(const SearchGroup& group, float* largest) {
   }
 }
 
-inline void search_integers(const SearchGroup& group, const IntegerSearch& search,
+inline void search_integers(const SearchGroup& source, const IntegerSearch& search,
                             FoundCodes& found) {
+  const WeighedGroup group(source);
   const IntegerGrid grid{search.low, search.high};
   float lane[16];
   largest_weights(group, lane);
@@ -181,7 +213,8 @@ inline void search_integers(const SearchGroup& group, const IntegerSearch& searc
   take_codes(group, grid, found);
 }
 
-inline void search_e2m1(const SearchGroup& group, FoundCodes& found) {
+inline void search_e2m1(const SearchGroup& source, FoundCodes& found) {
+  const WeighedGroup group(source);
   float largest[16], scales[3][16];
   largest_weights(group, largest);
   for (int i = 0; i < 16; ++i) {

@@ -103,7 +103,7 @@ bool quantise_block(const RowMajor& source, Format format, int32_t group, const 
   for (int64_t g = 0; g < num_groups(source.cols, group); ++g) {
     rows.take_group(g * group, group, weights);
     if (!is_packable(weights, group * kBlockOutputs, largest_code)) return false;
-    const SearchGroup searched{weights, importance + g * group, group};
+    const SearchGroup searched{weights, importance ? importance + g * group : nullptr, group};
     if (format == Format::MXFP4) {
       kernels().quantise.e2m1(searched, found);
     } else {
@@ -131,14 +131,18 @@ QuantiseLoss quantise(ThreadPool& pool, const RowMajor& source, Format format, i
                                        "`\nexpected q4, q8 or mxfp4");
   }
   // Padding inputs have no weight, so what they count does not matter.
-  std::vector<float> counts(static_cast<size_t>(num_groups(source.cols, group)) * group, 1.0f);
-  if (importance != nullptr) std::copy(importance, importance + source.cols, counts.begin());
+  std::vector<float> counts;
+  if (importance != nullptr) {
+    counts.assign(static_cast<size_t>(num_groups(source.cols, group)) * group, 1.0f);
+    std::copy(importance, importance + source.cols, counts.begin());
+  }
+  const float* padded = importance != nullptr ? counts.data() : nullptr;
   std::vector<BlockLoss> losses(num_blocks(source.rows));
   std::atomic<bool> is_bad{false};
   const int64_t bytes = block_bytes(format, source.cols, group);
   pool.run(num_blocks(source.rows), [&](int64_t block) {
     uint8_t* target = reinterpret_cast<uint8_t*>(packed) + block * bytes;
-    if (!quantise_block(source, format, group, counts.data(), block, target, losses[block])) {
+    if (!quantise_block(source, format, group, padded, block, target, losses[block])) {
       is_bad.store(true);
     }
   });

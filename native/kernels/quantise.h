@@ -20,7 +20,8 @@ struct QuantiseLoss {
 bool can_search(Format format);
 
 // Packs `source` in q4, q8 or mxfp4. `importance` [cols] says what a squared error of each input
-// counts; null counts all alike. Throws what `pack` throws.
+// counts; null counts errors by the
+// size of their weights, as quantise_table.h says. Throws what `pack` throws.
 QuantiseLoss quantise(ThreadPool& pool, const RowMajor& source, Format format, int32_t group,
                       const float* importance, const std::string& name, std::byte* packed);
 

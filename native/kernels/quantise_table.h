@@ -7,8 +7,10 @@ namespace headrace {
 
 // One group of inputs of 16 outputs.
 struct SearchGroup {
-  const float* weights;     // [group][16]
-  const float* importance;  // [group], each >= 0: what a squared error of that input counts
+  const float* weights;  // [group][16]
+  // [group], each >= 0: what a squared error of that input counts. Null: an error counts
+  // sqrt(mean square of that output's weights in the group + square of the weight).
+  const float* importance;
   int32_t group;
 };
 
@@ -26,7 +28,7 @@ struct IntegerSearch {
 struct FoundCodes {
   float scales[16];
   int32_t codes[64 * 16];  // [group][16]; the e2m1 code, or the integer
-  float errors[16];        // sums of squared differences, without importance
+  float errors[16];        // sums of squared differences, with nothing else counted
 };
 
 struct QuantiseTable {

@@ -73,7 +73,7 @@ class Recipe:
     scales: str = "largest"
     """largest: the largest weight of a group gives its scale. search: the least squared error."""
     importance: str | None = None
-    """Checksum of the importance matrix that weighted the errors; None: all count alike."""
+    """Checksum of the importance matrix that weighted the errors; None: there was none."""
 
     def __post_init__(self) -> None:
         _require("experts", self.experts, _EXPERT_FORMATS)

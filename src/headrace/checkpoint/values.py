@@ -199,7 +199,7 @@ def quantise_values(
 
     Args:
         values, shape, source, format, group, name, path, first: as in `pack_values`.
-        importance: [K], what a squared error of each input counts; None: all alike.
+        importance: [K], what a squared error of each input counts; None: see quant_search.
 
     Returns:
         The packed bytes, the sum of squared errors, and that of squared weights.

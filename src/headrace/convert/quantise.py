@@ -67,7 +67,7 @@ class Quantiser:
     ) -> Bytes:
         """Pack row-major values as `pack_values` does, and note the loss under `kind`.
 
-        `importance` [K] is what a squared error of each input counts; None: all alike.
+        `importance` [K] is what a squared error of each input counts; None: see quant_search.
 
         Raises:
             CheckpointError: as `pack_values`.
