@@ -40,6 +40,13 @@ def test_oldest_unused_prefix_goes_first_and_its_end_before_its_start() -> None:
     assert len(table.match([5, 6, 7, 8, 0], 4)[0]) == 2
 
 
+def test_new_pages_ascend_whoever_had_them_before() -> None:
+    table = PageTable(4, 2)
+    first, _ = fill(table, [1, 2, 3, 4, 5, 6, 7, 8])
+    table.release(first)  # all filed: the end of the prefix is given up first
+    assert table.reserve([], 3) == sorted(first[1:])
+
+
 def test_reserve_takes_all_or_nothing() -> None:
     table = PageTable(3, 2)
     pages, _ = fill(table, [1, 2, 3, 4])

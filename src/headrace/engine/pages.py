@@ -64,14 +64,17 @@ class PageTable:
         return pages, digests
 
     def reserve(self, shared: Sequence[int], num_new: int) -> list[int] | None:
-        """Take the `shared` pages once more and `num_new` empty ones, or nothing (None)."""
+        """Take the `shared` pages once more and `num_new` empty ones, or nothing (None).
+
+        New pages ascend: attention reads pages in order, and neighbours lie side by side.
+        """
         idle_shared = sum(self._counts[page] == 0 for page in shared)
         if num_new > self.num_available - idle_shared:
             return None
         for page in shared:
             self._idle.pop(page, None)
             self._counts[page] += 1
-        return [*shared, *(self._take() for _ in range(num_new))]
+        return [*shared, *sorted(self._take() for _ in range(num_new))]
 
     def file(self, page: int, digest: bytes) -> None:
         """Offer a full, computed page to later sequences; an equal page already filed stays."""
