@@ -27,7 +27,7 @@ from headrace.checkpoint.container import is_container
 from headrace.checkpoint.huggingface import TOKENIZER_FILES, sample_offsets
 from headrace.checkpoint.jsonfile import parse_object
 from headrace.checkpoint.safetensors import INDEX_NAME, MAX_HEADER_BYTES, SINGLE_NAME
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, ConfigError
 
 PULLED_NAME = "headrace-pull.json"
 """Written into a pulled folder when its last file is there."""
@@ -153,6 +153,8 @@ class Repository:
         )
         headers["Accept-Encoding"] = "identity"
         with client.get_session().stream("GET", self.url(name), headers=headers) as response:
+            if response.status_code == 429 or response.status_code >= 500:
+                raise ConnectionError(f"{name}: the server answers with {response.status_code}")
             if response.status_code // 100 != 2:
                 response.read()
             client.hf_raise_for_status(response)
@@ -343,5 +345,26 @@ def _connection_errors() -> tuple[type[Exception], ...]:
 
 def note_pulled(folder: Path, repository: Repository) -> None:
     """Write the note that a pull is complete."""
-    note = {"repository": repository.repo_id, "commit": repository.commit}
-    (folder / PULLED_NAME).write_text(json.dumps(note) + "\n")
+    (folder / PULLED_NAME).write_text(json.dumps(_note(repository)) + "\n")
+
+
+def require_same(folder: Path, repository: Repository) -> None:
+    """Check that a finished pull in a folder is of this repository and commit.
+
+    Raises:
+        ConfigError: it is of another one, or not of a pull.
+        CheckpointError: its note is damaged.
+    """
+    note = folder / PULLED_NAME
+    got = parse_object(note.read_bytes(), str(note)) if note.is_file() else {}
+    if got != _note(repository):
+        raise ConfigError(
+            f"folder holds another model or revision: {folder}\n"
+            f"expected {repository.repo_id} at {repository.commit}, "
+            f"got {got.get('repository', 'a container')} at {got.get('commit', 'no commit')}\n"
+            "hint: remove it, or choose another one with --to"
+        )
+
+
+def _note(repository: Repository) -> dict[str, str]:
+    return {"repository": repository.repo_id, "commit": repository.commit}

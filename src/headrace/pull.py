@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.checkpoint.huggingface import sample_offsets
+from headrace.checkpoint.journal import PARTIAL_SUFFIX
 from headrace.checkpoint.layout import DENSE_NAME, Recipe
 from headrace.checkpoint.safetensors import TensorEntry, read_header
 from headrace.convert import Progress, convert
@@ -32,6 +33,7 @@ from headrace.hub import (
     is_pulled,
     models_folder,
     note_pulled,
+    require_same,
     translated,
     write_shard,
     write_skeleton,
@@ -44,6 +46,8 @@ MAX_RANGE = 64 << 20
 """Longer ranges are cut, so that several connections share them."""
 MARGIN_BYTES = 64 << 20
 """Left free on a drive beyond what is written."""
+_CLIENT_FOLDER = Path(".cache/huggingface/download")
+"""Where the hub's client keeps, inside the destination, what it knows of a cut download."""
 Show = Callable[[str, int, int], None]
 
 
@@ -84,10 +88,11 @@ def pull(repository: Repository, folder: Path, show: Show = lambda *_: None) -> 
         ConfigError: the folder holds something else.
     """
     if is_pulled(folder):
+        require_same(folder, repository)
         return PullReport(folder, repository.total_bytes, already_there=True)
     _require_ours(folder)
     missing = sum(n for name, n in repository.files.items() if _size(folder / name) != n)
-    begun = sum(p.stat().st_size for p in folder.glob(".cache/**/*.incomplete"))
+    begun = sum(p.stat().st_size for p in folder.glob(f"{_CLIENT_FOLDER}/**/*.incomplete"))
     _require_space(folder, max(0, missing - begun), f"the download of {repository.repo_id}")
     folder.mkdir(parents=True, exist_ok=True)
     done = 0
@@ -102,7 +107,7 @@ def pull(repository: Repository, folder: Path, show: Show = lambda *_: None) -> 
     for name in repository.shards:
         read_header(folder / name)
     note_pulled(folder, repository)
-    shutil.rmtree(folder / ".cache", ignore_errors=True)
+    _forget_download(folder)
     return PullReport(folder, repository.total_bytes, already_there=False)
 
 
@@ -126,13 +131,14 @@ def pull_converted(
     source = folder.with_name(folder.name + SKELETON_SUFFIX)
     if source.exists():
         shutil.rmtree(source)  # headers and holes: cheaper made anew than checked
-    write_skeleton(repository, source, with_samples=True)
     try:
+        write_skeleton(repository, source, with_samples=True)
         plan = make_plan(source, recipe)
         supply = RemoteSupply(repository, source)
+        weights = max(0, sum(plan.file_bytes().values()) - _written_bytes(folder))
         _require_space(
             folder,
-            sum(plan.file_bytes().values()) + plan.other_bytes() + _largest_step(plan, supply),
+            weights + plan.other_bytes() + _largest_step(plan, supply),
             f"{repository.repo_id} converted",
         )
 
@@ -141,7 +147,7 @@ def pull_converted(
 
         report = convert(source, folder, recipe, tell, supply=supply)
     finally:
-        shutil.rmtree(source)
+        shutil.rmtree(source, ignore_errors=True)
     return PullReport(folder, report.total_bytes, report.already_done)
 
 
@@ -267,8 +273,26 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
 
 
+def _written_bytes(folder: Path) -> int:
+    """Return the bytes of weights that a converting pull, cut or finished, has written."""
+    partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
+    held = partial if partial.is_dir() else folder
+    return sum(path.stat().st_size for path in held.glob("*.safetensors"))
+
+
+def _forget_download(folder: Path) -> None:
+    """Remove what the hub's client kept of a download, and nothing else that lies beside it."""
+    shutil.rmtree(folder / _CLIENT_FOLDER, ignore_errors=True)
+    client = folder / _CLIENT_FOLDER.parent
+    for name in (".gitignore", "CACHEDIR.TAG"):
+        (client / name).unlink(missing_ok=True)
+    for empty in (client, client.parent):
+        with contextlib.suppress(OSError):  # it is not empty, so it is not only the client's
+            empty.rmdir()
+
+
 def _require_ours(folder: Path) -> None:
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / ".cache").is_dir():
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / _CLIENT_FOLDER).is_dir():
         raise ConfigError(
             f"folder is not empty and no unfinished pull: {folder}\n"
             "hint: remove it, or choose another one with --to"

@@ -68,6 +68,31 @@ def test_pull_fetches_what_a_checkpoint_needs(server: HubServer, source: Path) -
     assert server.served == before
 
 
+def test_what_else_lies_in_a_cache_folder_stays(server: HubServer) -> None:
+    folder = pulled_folder(REPO)
+    other = folder / ".cache" / "huggingface" / "hub" / "weights"
+    other.parent.mkdir(parents=True)
+    other.write_text("another program's")
+    with pytest.raises(ConfigError, match="no unfinished pull"):
+        pull(open_repository(REPO), folder)
+    (folder / ".cache/huggingface/download").mkdir()
+    report = pull(open_repository(REPO), folder)
+    assert other.read_text() == "another program's"
+    assert not (folder / ".cache/huggingface/download").exists()
+    shutil.rmtree(folder)
+    pull(open_repository(REPO), folder)
+    assert not (report.path / ".cache").exists()
+
+
+def test_a_folder_of_another_revision_is_not_taken_for_this_one(server: HubServer) -> None:
+    folder = pulled_folder(REPO)
+    pull(open_repository(REPO), folder)
+    note = folder / hub.PULLED_NAME
+    note.write_text(note.read_text().replace(COMMIT, "0" * 40))
+    with pytest.raises(ConfigError, match=rf"another model or revision.*\nexpected .*{COMMIT}"):
+        pull(open_repository(REPO), folder)
+
+
 def test_a_cut_download_goes_on_where_it_was(
     server: HubServer, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.options import Json, takes, usage
-from headrace.config import EngineConfig
+from headrace.config import LOSSY_OPTIONS, EngineConfig
+from headrace.errors import MemoryBudgetError
 
 if TYPE_CHECKING:
     from headrace.checkpoint.layout import Recipe
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from headrace.pull import PullReport
 
 
-@takes(EngineConfig, without=("trace", "profile"))
+@takes(EngineConfig, without=("trace", "profile", *LOSSY_OPTIONS))
 def command(
     hub_id: Annotated[str, typer.Argument(metavar="HUB_ID", help="OWNER/NAME")],
     revision: Annotated[
@@ -54,6 +55,9 @@ def command(
 
     recipe = _recipe(recipe_name)
     if offline or is_offline():
+        for option, value in {"--to": to, "--revision": revision, "--convert": recipe}.items():
+            if value is not None:
+                raise typer.BadParameter(f"{option} does nothing when the network is not allowed")
         path = find_pulled(hub_id)
         if path is None:
             raise typer.BadParameter(f"{hub_id} was not pulled yet, and the network is not allowed")
@@ -88,17 +92,20 @@ def _recipe(name: str | None) -> "Recipe | None":
 
 
 def _show_plan(repository: "Repository", engine: EngineConfig, as_json: bool) -> None:
-    """Say on stderr, or stdout is the report's, what the model would get here."""
+    """Say what the model would get here, as it is on the hub."""
     from headrace.cli.report import print_plan, say
     from headrace.llm import plan_model
     from headrace.metrics import format_bytes
     from headrace.pull import remote_headers
 
+    if as_json:
+        return
     with remote_headers(repository) as path:
-        made = plan_model(path, engine)
-    if not as_json:
-        print_plan(made, repository.repo_id, None)
-        say(f"download: {format_bytes(repository.total_bytes)}", style="")
+        try:
+            print_plan(plan_model(path, engine), repository.repo_id, None)
+        except MemoryBudgetError as error:
+            say(f"note: as it is, it would not run here\n{error}", style="yellow")
+    say(f"download: {format_bytes(repository.total_bytes)}", style="")
 
 
 def _folder_bytes(path: Path) -> int:
