@@ -70,8 +70,6 @@ struct ReadPoolStats {
   int32_t in_flight_max;
 };
 
-// Where later work attaches: one pool per drive, and a choice of pool per read (several drives); a
-// smaller block size for probing (tuning).
 class ReadPool {
  public:
   explicit ReadPool(int32_t num_threads);

@@ -479,7 +479,8 @@ void advise(ThreadPool& pool, const NextRouter& next, int32_t num_tokens, Record
   });
   try {
     route(pool, normed.get(), num_tokens, next.router, ids.get(), weights.get());
-  } catch (const Error&) {
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::Numeric) throw;
     return;  // no number in a guess; the layer itself will say so if there is none in its input
   }
   source.look_ahead(next.layer, {ids.get(), static_cast<size_t>(count)}, num_tokens);

@@ -488,8 +488,4 @@ int64_t interleave_rows(const std::byte* source, Format dtype, int32_t rows, int
   return interleave_all<uint16_t>(source, exponent, rows, cols, packed);
 }
 
-void widen_row(const std::byte* source, Format dtype, int64_t count, float* values) {
-  for (int64_t i = 0; i < count; ++i) values[i] = weight_at(source, dtype, i);
-}
-
 }  // namespace headrace

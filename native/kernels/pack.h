@@ -48,7 +48,4 @@ void unpack_row(const MatrixView& matrix, int32_t row, float* values);
 int64_t interleave_rows(const std::byte* source, Format dtype, int32_t rows, int32_t cols,
                         std::byte* packed);
 
-// One row-major row of a floating format as float32.
-void widen_row(const std::byte* source, Format dtype, int64_t count, float* values);
-
 }  // namespace headrace

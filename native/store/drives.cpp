@@ -85,7 +85,8 @@ int32_t Drives::choose(int32_t record, io::Priority priority, Places tried) {
   }
   for (int32_t place = 0; place <= num_copies; ++place) {
     Drive& drive = drives_[at(drive_of(record, place))];
-    if (place != best && drive.demanded_bytes == 0) drive.seen_ns *= kPassedOver;
+    if (place == best || (place > 0 && drive.is_given_up)) continue;
+    if (drive.demanded_bytes == 0) drive.seen_ns *= kPassedOver;
   }
   return best;
 }

@@ -2,7 +2,8 @@
 // at its own place and as copies on other drives. A read goes to the place expected to give it
 // first.
 //
-// Everything but stats() is called under the mutex of the store, which is the lock of these books.
+// All but copy(), stats() and stop() is called under the mutex of the store, which is the lock of
+// these books; stop() never is, because jobs that it ends take that mutex.
 #pragma once
 
 #include <cstddef>
@@ -41,7 +42,7 @@ struct DriveStats {
 class DriveJob : public io::ReadJob {
  private:
   friend class Drives;
-  int32_t drive_ = -1;  // none: not submitted, or over
+  int32_t drive_ = -1;  // -1: never submitted
   int64_t bytes_ = 0;
   io::Priority priority_ = io::Priority::Demand;
 };

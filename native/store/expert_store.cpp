@@ -488,13 +488,13 @@ bool ExpertStore::read_elsewhere_locked(Load& load, const std::string& error) {
   if (is_closed_) return false;
   const int32_t record = load.record();
   readers_->failed(record, load.place(), load.is_damaged());
-  if (load.place() > 0) {
-    ++stats_.failed_copies;
-    if (copy_error_.empty()) copy_error_ = error;
-  }
   Slot& slot = slots_[at(load.slot())];
   const io::Priority priority = slot.pins > 0 ? io::Priority::Demand : load.priority();
   const int32_t place = readers_->choose(record, priority, load.tried());
+  if (load.place() > 0 || place >= 0) {
+    ++stats_.failed_copies;
+    if (copy_error_.empty()) copy_error_ = error;
+  }
   if (place < 0) return false;
   slot.load =
       std::make_shared<Load>(*this, record, load.slot(), load.priority(), place, load.tried());
@@ -598,22 +598,24 @@ int32_t ExpertStore::slot_for_advice_locked(int32_t record, bool may_evict) {
 // Lookahead
 
 bool ExpertStore::wants_advice() const {
-  if (!options_.lookahead || most_staged(1) == 0 || slots_.size() >= slot_of_.size()) return false;
   const std::scoped_lock lock(mutex_);
-  return !is_closed_ && lookahead_.is_on();
+  const size_t num_slots = slots_.size() - retired_.size();
+  return options_.lookahead && !is_closed_ && lookahead_.is_on() && most_staged_locked(1) > 0 &&
+         num_slots < slot_of_.size();
 }
 
-int32_t ExpertStore::most_staged(int32_t num_tokens) const {
+int32_t ExpertStore::most_staged_locked(int32_t num_tokens) const {
   const int32_t most = num_tokens < kManyTokens ? kMostStaged : kMostStagedOfMany;
-  return std::min(static_cast<int32_t>(slots_.size()) / kSlotsPerStaged, most);
+  const int32_t num_slots = static_cast<int32_t>(slots_.size() - retired_.size());
+  return std::min(num_slots / kSlotsPerStaged, most);
 }
 
 void ExpertStore::look_ahead(int32_t layer, std::span<const int32_t> ids, int32_t num_tokens) {
   const int32_t row = layer_row(layer);
   for (const int32_t id : ids) record_of(row, id);
   const std::scoped_lock lock(mutex_);
-  if (is_closed_) return;
-  const int32_t most = most_staged(num_tokens);
+  if (is_closed_ || !options_.lookahead) return;
+  const int32_t most = most_staged_locked(num_tokens);
   for (const int32_t id : lookahead_.name(row, ids, num_tokens)) {
     const int32_t record = record_of(row, id);
     if (slot_of_[at(record)] >= 0) continue;

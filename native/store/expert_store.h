@@ -5,11 +5,9 @@
 // the store's mutex, then the read pool's. A slot belongs to the store, never to a lease: a lease
 // that ends early unpins its slots, and a read still in flight completes into the cache.
 //
-// What later work attaches, and where: tuning sets Options; a trace is written in acquire(), where
-// every routed id passes, and replayed through Policy alone.
+// A trace is written in acquire(), where every routed id passes, and replayed through Policy alone.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -186,10 +184,10 @@ class ExpertStore final : public RecordSource, public std::enable_shared_from_th
     return acquire(layer, ids, num_tokens);
   }
   const ExpertLayout& layout() const override { return table_.layout; }
-  // Reads what is missing of it at low priority, into a few slots set aside: of those that hold
-  // records in use no more than most_staged are ever given up for it. What has not begun when the
-  // layer is acquired, and is not wanted, is withdrawn.
   bool wants_advice() const override;
+  // Advice for a layer: reads what is missing of it at low priority, into a few slots set aside: of
+  // those that hold records in use only a few are ever given up for it. What has not begun when the
+  // layer is acquired, and is not wanted, is withdrawn.
   void look_ahead(int32_t layer, std::span<const int32_t> ids, int32_t num_tokens) override;
   // Advice: read at low priority what is missing, unless it would push out something hotter. Stale
   // advice for a layer is dropped when that layer is acquired.
@@ -200,10 +198,10 @@ class ExpertStore final : public RecordSource, public std::enable_shared_from_th
   // Routed tokens per record, [layers, experts]: decayed, as the policy sees them; and plainly
   // counted.
   std::vector<double> frequencies() const;
-  // By expert of a layer: 1 if it is in a slot or on the way into one.
-  std::vector<uint8_t> held(int32_t layer) const;
   void set_frequencies(std::span<const double> frequencies);
   std::vector<int64_t> routed_counts() const;
+  // By expert of a layer: 1 if it is in a slot or on the way into one.
+  std::vector<uint8_t> held(int32_t layer) const;
   int64_t num_routed_tokens() const;
 
   // Writes every routed id into a buffer from now on; take_trace empties it. A step is announced by
@@ -265,7 +263,7 @@ class ExpertStore final : public RecordSource, public std::enable_shared_from_th
   int32_t take_slot_locked(int32_t colder_than);
   int32_t pop_free_locked();
   void evict_locked();
-  int32_t most_staged(int32_t num_tokens) const;
+  int32_t most_staged_locked(int32_t num_tokens) const;
   int32_t staging_slot_locked(int32_t row, int32_t most);
   void unstage_locked(int32_t slot);
   bool give_up_staged_locked(int32_t slot);

@@ -125,12 +125,13 @@ def test_one_damaged_copy_leaves_the_others_in_use(model: Path, truth: Run, whol
 
 
 def test_the_models_own_record_fails_where_a_copy_is_good(
-    model: Path, truth: Run, whole: Path
+    model: Path, truth: Run, whole: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     _core.inject_fault("eio", count=-1, path_contains=str(model / "experts-"))
     got = run(model, Setting(num_slots=5, experts=with_experts(drive=(whole,))))
     assert _core.num_faults_fired() > 0
     assert_same(got, truth)
+    assert caplog.text.count("at one of its places, another is read instead") == 1
 
 
 @pytest.mark.parametrize("num_slots", [FLOOR, 9])

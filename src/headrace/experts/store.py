@@ -64,7 +64,7 @@ class StoreStats:
     reread_bytes: int
     """Part of the two above: records that had been read before in this process."""
     failed_copies: int
-    """Copies on further drives that could not be read or were damaged; read elsewhere."""
+    """Records that could not be read, or were damaged, at one of their places; read elsewhere."""
     failed_reads: int
     """Records whose read or checksum failed; their bytes count nowhere."""
     cancelled: int
@@ -399,7 +399,7 @@ class ExpertStore:
         if counters.failed_copies and not self._is_warned:
             self._is_warned = True
             _log.warning(
-                "a copy of a record is not used any more, the model's own is read instead: %s",
+                "a record could not be read at one of its places, another is read instead: %s",
                 self._native.copy_error().partition("\nhint:")[0].replace("\n", "; "),
             )
         of_drives = tuple(row[0] for row in self._native.drive_stats())
