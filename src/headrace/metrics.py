@@ -63,7 +63,7 @@ class Receipt:
     isa: str
     threads: int
     lossy: dict[str, Any] | None = None  # null: nothing lossy was on
-    slots_given_back: int = 0  # since the start, because memory was short
+    slots_given_back: int = 0  # since the start: memory was short, or more of them was slower
     slots_taken_again: int = 0
     give_backs: int = 0  # times
 

@@ -36,11 +36,13 @@ class StepRows:
         positions: [T] int32.
         sequences: [T] int32, rows of `page_table`.
         page_table: [B, P] int32, page numbers in ascending position.
+        is_decoding: every row is a generated token's; none belongs to a prompt.
     """
 
     positions: Int32
     sequences: Int32
     page_table: Int32
+    is_decoding: bool = False
 
     def __post_init__(self) -> None:
         for name, rank in (("positions", 1), ("sequences", 1), ("page_table", 2)):

@@ -25,6 +25,7 @@ from headrace.convert.importance import Importance, read_importance
 from headrace.convert.observe import Observer, observed
 from headrace.errors import CheckpointError, ConfigError, RequestError
 from headrace.llm import LLM
+from headrace.models.lossy import log_softmax
 from headrace.models.registry import REGISTRY
 
 WINDOW = 512
@@ -180,7 +181,8 @@ def compare(
         What running the models raises.
     """
     text = read_text(text_file)
-    with tempfile.TemporaryFile(prefix="headrace-scores-") as file:
+    # Beside the model, since the system's folder for temporary files may lie in memory.
+    with tempfile.TemporaryFile(prefix=".headrace-scores-", dir=converted.parent) as file:
         with _opened(source, config) as model:
             vocabulary = model.spec.vocab_size
             most = SCORE_BYTES // (4 * vocabulary)
@@ -223,7 +225,7 @@ class _Sums:
     def _take(self, rows: Float32) -> None:
         data = self.file.read(rows.nbytes)
         before = np.frombuffer(data, np.float32).reshape(rows.shape)
-        p, q = _log_softmax(before), _log_softmax(rows)
+        p, q = log_softmax(before), log_softmax(rows)
         self.kl.append(np.maximum(0, (np.exp(p) * (p - q)).sum(axis=1)))
         self.num_same += int((before.argmax(axis=1) == rows.argmax(axis=1)).sum())
         for row in range(len(rows)):
@@ -247,10 +249,3 @@ class _Sums:
             source_nats=float(self.nats[0]) / targets,
             converted_nats=float(self.nats[1]) / targets,
         )
-
-
-def _log_softmax(scores: Float32) -> npt.NDArray[np.float64]:
-    wide = scores.astype(np.float64)
-    wide -= wide.max(axis=1, keepdims=True)
-    wide -= np.log(np.exp(wide).sum(axis=1, keepdims=True))
-    return wide

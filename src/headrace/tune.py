@@ -300,7 +300,8 @@ def tune(
         progress: sees each candidate.
 
     Returns:
-        What was found, and `ceiling_bytes`, `machine` and `saved`, the file it is kept in.
+        What was found, and `ceiling_bytes`, `machine` and `saved`, the file it is kept in
+        (None if time was up before anything was found).
 
     Raises:
         EngineError: a setting changed the answer, or the model cannot be run.
@@ -317,7 +318,8 @@ def tune(
         seconds_after=found.after.seconds,
         tuned_at=time.time(),
     )
-    save_tuned(path, checkpoint.fingerprint, machine, tuned)
-    return found, {
-        "ceiling_bytes": runner.ceiling_bytes, "machine": machine, "saved": str(path),
-    }  # fmt: skip
+    is_news = bool(found.settings) or found.is_complete  # else an earlier find is worth more
+    if is_news:
+        save_tuned(path, checkpoint.fingerprint, machine, tuned)
+    saved = str(path) if is_news else None
+    return found, {"ceiling_bytes": runner.ceiling_bytes, "machine": machine, "saved": saved}

@@ -102,21 +102,22 @@ class FakeModel:
         return np.array([[1, 0] if self.switch.is_on else [0, 1]] * len(ids), np.float32)  # type: ignore[arg-type]
 
 
-def step(model: LossyModel, rows: int, sequences: int = 1) -> None:
+def step(model: LossyModel, rows: int, is_decoding: bool) -> None:
     zeros = np.zeros(rows, np.int32)
-    table = np.zeros((sequences, 1), np.int32)
-    model(zeros, StepRows(zeros, zeros, table), None, None, zeros[-1:])  # type: ignore[arg-type]
+    table = np.zeros((1, 1), np.int32)
+    model(zeros, StepRows(zeros, zeros, table, is_decoding), None, None, zeros[-1:])  # type: ignore[arg-type]
 
 
 def test_one_step_in_n_is_checked_exact_first_and_prompts_are_exact() -> None:
     switch = Switch(Rules(expert_top_k=1))
     inner = FakeModel(switch)
     model = LossyModel(inner, switch, check_every=3, max_kl=None)
-    step(model, rows=5)
-    assert inner.calls == [False]
+    step(model, rows=5, is_decoding=False)
+    step(model, rows=1, is_decoding=False)  # the last row of a prompt looks like a token's
+    assert inner.calls == [False, False]
     inner.calls.clear()
     for _ in range(4):
-        step(model, rows=1)
+        step(model, rows=1, is_decoding=True)
     # Exact first, so that the keys and values that stay are those of the lossy step.
     assert inner.calls == [False, True, True, True, False, True]
     report = model.report()
@@ -130,7 +131,7 @@ def test_max_kl_ends_the_modes(caplog: pytest.LogCaptureFixture) -> None:
     inner = FakeModel(switch)
     model = LossyModel(inner, switch, check_every=2, max_kl=0.1)
     for _ in range(5):
-        step(model, rows=1)
+        step(model, rows=1, is_decoding=True)
     assert inner.calls == [False, True, False, False, False, False]
     assert model.report()["ended"]
     assert len(caplog.records) == 1 and "mean KL 0.46" in caplog.text

@@ -42,7 +42,6 @@ _SAFETENSORS_NAMES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 
 SCALES = ("largest", "search")
 _EXPERT_FORMATS = ("q4", "q8", "bf16", "mxfp4")
-_DENSE_FORMATS = ("q8", "q4", "bf16", "mxfp4")
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def _report(found: "Found") -> dict[str, Any]:
     }
 
 
-def _print(model: str, found: "Found", saved: str) -> None:
+def _print(model: str, found: "Found", saved: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -83,7 +83,8 @@ def _print(model: str, found: "Found", saved: str) -> None:
         else "nothing was faster by 3 % twice: the defaults stay"
     )
     console.print(Text(result))
-    console.print(Text(f"kept in {saved}", style="dim"))
+    if saved is not None:
+        console.print(Text(f"kept in {saved}", style="dim"))
 
 
 command.__name__ = "tune"

@@ -108,12 +108,14 @@ class _Ops:
         *,
         top_k: int,
         renormalize: bool,
+        following: Any = None,
     ) -> Float32:
         store, importance = self.observer.store, self.observer.importance
         if store is None or importance is None:
             plain: Float32 = self.plain["routed_ffn"](
-                x, router, source, layer, top_k=top_k, renormalize=renormalize
-            )
+                x, router, source, layer,
+                top_k=top_k, renormalize=renormalize, following=following,
+            )  # fmt: skip
             return plain
         ids, weights = ops.router_topk(x, router, top_k=top_k, renormalize=renormalize)
         with store.acquire(layer, ids) as lease:

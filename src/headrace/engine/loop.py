@@ -194,7 +194,10 @@ class EngineLoop:
             positions += range(first, first + part.num_tokens)
             sequences += [number] * part.num_tokens
             table[number, : len(part.sequence.pages)] = part.sequence.pages
-        return StepRows(np.array(positions, np.int32), np.array(sequences, np.int32), table)
+        is_decoding = not any(part.sequence.is_prefilling for part in parts)
+        return StepRows(
+            np.array(positions, np.int32), np.array(sequences, np.int32), table, is_decoding
+        )
 
     def _advance(self, part: Part, logits: Float32) -> None:
         """Take note of computed rows, then of what their logits say."""

@@ -196,8 +196,7 @@ class LossyModel:
         logits_rows: Int32,
     ) -> Float32:
         """Compute one step: exactly if it holds part of a prompt, else by the rules."""
-        is_decoding = len(ids) == len(rows.page_table) == len(logits_rows)
-        if self.is_ended or not is_decoding:
+        if self.is_ended or not rows.is_decoding:
             return self._model(ids, rows, kv, experts, logits_rows)
         is_checked = self._num_steps % self._check_every == 0
         self._num_steps += 1
@@ -237,12 +236,13 @@ class LossyModel:
 
 def divergence(exact: Float32, lossy: Float32) -> npt.NDArray[np.float64]:
     """KL(exact || lossy) of the softmax of each row of logits [R, V], in nats: [R]."""
-    p, q = (_log_softmax(scores) for scores in (exact, lossy))
+    p, q = (log_softmax(scores) for scores in (exact, lossy))
     result: npt.NDArray[np.float64] = np.maximum((np.exp(p) * (p - q)).sum(axis=1), 0.0)
     return result
 
 
-def _log_softmax(scores: Float32) -> npt.NDArray[np.float64]:
+def log_softmax(scores: Float32) -> npt.NDArray[np.float64]:
+    """Natural-log probabilities of logits: [R, V] -> [R, V] float64."""
     shifted = scores.astype(np.float64) - scores.max(axis=1, keepdims=True)
     result: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     return result

@@ -52,7 +52,6 @@ ATTENTION_SHRINK = 0.25
 MIXTURE_SHRINK = 0.06
 """Variance of a weighted sum of experts' outputs, before the gain of the down matrix."""
 LOGIT_STD = 4.0
-EMBEDDING_PIECE_ROWS = 8192
 
 _Q, _K, _V, _O, _ROUTER, _EXPERT, _HEAD, _EMBEDDING = range(8)
 
