@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 BLOCK_BYTES = 64 << 20
-LONGEST_SECONDS = 600
 
 
 def available_mib() -> int:
@@ -44,9 +43,14 @@ def inflate(target_mib: int) -> list[mmap.mmap]:
 
 
 @contextmanager
-def balloon(target_mib: int) -> Iterator[int]:
-    """Hold the rest of the machine to `target_mib` within the block; gives what is available."""
-    command = [sys.executable, __file__, str(target_mib), str(LONGEST_SECONDS)]
+def balloon(target_mib: int, seconds: float) -> Iterator[int]:
+    """Hold the rest of the machine to `target_mib` within the block; gives what is available.
+
+    Args:
+        target_mib: what is left.
+        seconds: life of the balloon, should nobody end it; a block that takes longer is void.
+    """
+    command = [sys.executable, __file__, str(target_mib), str(seconds)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         words = process.stdout.readline().split()

@@ -98,8 +98,10 @@ def theirs(args: argparse.Namespace) -> Sample:
             )
         except subprocess.TimeoutExpired:
             return Sample(0.0, 0.0, 0.0, f"not done after {PEER_SECONDS} s")
-    if done.returncode:
-        return Sample(0.0, 0.0, 0.0, (done.stderr.strip().splitlines() or ["failed"])[-1])
+    if done.returncode > 0:
+        raise SystemExit(done.stderr)
+    if done.returncode:  # out of memory, most likely
+        return Sample(0.0, 0.0, 0.0, f"killed by signal {-done.returncode}")
     rows: list[dict[str, Any]] = json.loads(done.stdout)
     prefill, decode = (row["avg_ts"] for row in rows)
     return Sample(float(prefill), float(decode), steal.share)
@@ -141,7 +143,8 @@ def compare(args: argparse.Namespace, times: float) -> dict[str, Any]:
     """Both sides with a model `times` as large as the memory."""
     left_mib = int(args.gguf.stat().st_size / times) >> 20
     peers: dict[int, Sample] = {}
-    with balloon(left_mib) as available:
+    runs = args.repeat * (1 + len(args.read_ahead))
+    with balloon(left_mib, runs * PEER_SECONDS) as available:
         print(f"\nmodel {times:g} times the memory: {available} MiB available")
         own = show("headrace", [ours(args, left_mib - CACHE_LOSS_MIB) for _ in range(args.repeat)])
         for kib in args.read_ahead:

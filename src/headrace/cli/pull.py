@@ -48,7 +48,8 @@ def command(
     """Download HUB_ID, after showing from its headers what fits and how fast it would run.
 
     Only what a checkpoint needs is fetched: config, tokenizer and safetensors. A pull that was cut
-    goes on when called again. Afterwards HUB_ID is a name for MODEL in every command.
+    goes on when called again. Afterwards HUB_ID names MODEL to run, chat, plan, inspect and tune,
+    unless --to put it elsewhere.
     """
     from headrace.hub import find_pulled, is_offline, open_repository, pulled_folder
     from headrace.pull import PullReport, pull, pull_converted
