@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import POLICIES, EngineConfig, SamplingParams
-from headrace.errors import ConfigError, EngineError
+from headrace.errors import ConfigError, EngineError, MemoryBudgetError
 from headrace.inspect import open_model
 from headrace.llm import LLM, resolve_model
 from headrace.metrics import resident_bytes
@@ -32,6 +32,7 @@ from headrace.tuned import (
     with_settings,
 )
 
+_REFUSED = 3  # exit status of a run whose settings cannot be
 LEAST_GAIN = 0.03
 DEFAULT_MINUTES = 5.0
 DEFAULT_TOKENS = 48
@@ -234,6 +235,7 @@ class Runner:
 
         Raises:
             ConfigError: the settings were refused.
+            EngineError: the run failed in any other way.
         """
         config = with_settings(self._config, settings)
         done = subprocess.run(
@@ -244,7 +246,8 @@ class Runner:
         )
         if done.returncode != 0:
             lines = done.stderr.decode(errors="replace").strip().splitlines()
-            raise ConfigError(lines[-1] if lines else f"the run ended with {done.returncode}")
+            kind = ConfigError if done.returncode == _REFUSED else EngineError
+            raise kind(lines[-1] if lines else f"the run ended with status {done.returncode}")
         measured: Measured = pickle.loads(done.stdout)
         return measured
 
@@ -258,6 +261,9 @@ def run_task() -> None:
             room = max(1, llm.plan.context - tokens)
             result = llm.generate(llm.tokenizer.encode(PROMPT)[:room], params)
             measured = _measured(llm, result)
+    except (ConfigError, MemoryBudgetError) as error:
+        print(" ".join(str(error).splitlines()), file=sys.stderr)
+        sys.exit(_REFUSED)
     except EngineError as error:
         sys.exit(" ".join(str(error).splitlines()))
     sys.stdout.buffer.write(pickle.dumps(measured))

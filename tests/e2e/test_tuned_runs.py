@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from headrace.cli.app import _run
 from headrace.config import EngineConfig, ExpertConfig, SamplingParams
+from headrace.errors import ConfigError, EngineError
 from headrace.inspect import open_model
 from headrace.llm import LLM, plan_model
 from headrace.tune import Runner, search, tune
@@ -72,8 +74,17 @@ def test_the_command_reports_and_keeps_no_empty_find(
     assert "time was up" in capsys.readouterr().out
 
 
-def test_a_model_that_cannot_run_says_why(tiny: Path) -> None:
-    from headrace.errors import ConfigError
+def test_a_crash_is_no_refusal(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner(tiny, EngineConfig(memory=MEMORY, experts=OFF), tokens=2)
+    with pytest.raises(ConfigError, match="slots"):
+        runner({"slots": 1})
+    killed = subprocess.CompletedProcess([], -9, b"", b"")
+    monkeypatch.setattr("headrace.tune.subprocess.run", lambda *_, **__: killed)
+    with pytest.raises(EngineError, match="status -9") as failure:
+        runner({})
+    assert not isinstance(failure.value, ConfigError), "a search would go on without a word"
 
+
+def test_a_model_that_cannot_run_says_why(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="below the floor"):
         tune(tiny, EngineConfig(memory=1 << 20, experts=OFF), minutes=0)
