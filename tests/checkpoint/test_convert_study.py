@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from headrace.checkpoint.gguf_names import ARCHITECTURES
 from headrace.checkpoint.layout import Recipe
 from headrace.config import EngineConfig
 from headrace.convert import convert
-from headrace.convert.importance import PRIOR_TOKENS, Importance, read_importance
+from headrace.convert.importance import FORMAT, PRIOR_TOKENS, Importance, read_importance
 from headrace.errors import CheckpointError, ConfigError, RequestError
 from headrace.study import WINDOW, calibrate, compare
 from headrace.synth import SynthShape, synthesize
@@ -255,3 +256,22 @@ def test_a_negative_sum_in_our_own_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="negative: dense/w/squares"):
         read_importance(tmp_path / "bad", "any")
     assert json.dumps(importance.about) == '{"x": 1}'
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"about": np.frombuffer(b"[1, 2]", np.uint8)},
+        {"about": np.frombuffer(b"[" * 5000, np.uint8)},
+        {"dense/a/squares": np.ones(3), "dense/a/count": np.ones(2, np.int64)},
+        {"dense/a/squares": np.ones(3)},
+        {"nameless": np.ones(3)},
+    ],
+)
+def test_malformed_importance_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    about = np.frombuffer(json.dumps({"format": FORMAT}).encode(), np.uint8)
+    path = tmp_path / "bad.npz"
+    with path.open("wb") as file:
+        np.savez(file, **{"about": about, **change})
+    with pytest.raises(CheckpointError, match="malformed importance file"):
+        read_importance(path, "qwen3_moe")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -194,7 +195,11 @@ def read_importance(path: Path, model_type: str) -> Importance:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
             return _from_arrays({name: content[name] for name in content.files}, path)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    # NumPy and JSON name what does not fit in several ways.
+    except (
+        OSError, ValueError, KeyError, TypeError, EOFError, RecursionError,
+        zipfile.BadZipFile, zlib.error,
+    ) as error:  # fmt: skip
         raise CheckpointError(
             f"malformed importance file: {path}\nexpected one of `convert --calibrate`, or an "
             f"imatrix of llama.cpp in GGUF form\n{error}"
@@ -203,6 +208,8 @@ def read_importance(path: Path, model_type: str) -> Importance:
 
 def _from_arrays(arrays: dict[str, npt.NDArray[Any]], path: Path) -> Importance:
     about = json.loads(arrays.pop("about").tobytes())
+    if not isinstance(about, dict):
+        raise ValueError("`about` is no JSON object")
     if about.pop("format", None) != FORMAT:
         raise ValueError(f"got no `{FORMAT}`")
     found = Importance(about=about)
