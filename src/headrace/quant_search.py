@@ -19,6 +19,7 @@ from headrace.arrays import Bytes, Float32
 from headrace.errors import CheckpointError, ConfigError
 
 SEARCHED = ("q4", "q8", "mxfp4")
+"""Formats whose scales are searched."""
 Q4_DIVISORS = (-8.0, *(-t / 4 for t in range(24, 39) if t != 32))
 """Where the largest weight may land: on the format's last code first, then from -6 to -9.5."""
 Q8_DIVISORS = (127.0, *(float(t) for t in range(120, 135) if t != 127))

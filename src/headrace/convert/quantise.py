@@ -16,9 +16,7 @@ import numpy.typing as npt
 from headrace.arrays import Bytes, Float32
 from headrace.checkpoint.layout import Recipe
 from headrace.checkpoint.values import pack_values, quantise_values
-
-SEARCHED = ("q4", "q8", "mxfp4")
-"""Formats whose scales are searched."""
+from headrace.quant_search import SEARCHED
 
 
 @dataclass
