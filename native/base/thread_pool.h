@@ -6,10 +6,10 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <thread>
-#include <type_traits>
 #include <vector>
 
 namespace headrace {
@@ -19,6 +19,28 @@ namespace headrace {
 // scheduler moves it to an idle core at once, but leaves it where it is while we spin or yield.
 // Whoever changes the word calls notify_all on it.
 void wait_for_change(const std::atomic<uint32_t>& word, uint32_t seen);
+
+// The first exception of work that several threads share: kept until all of them are done, then
+// thrown to who waits for them. Later ones are dropped. `guard` may be concurrent, `rethrow` comes
+// after all work.
+class FirstException {
+ public:
+  template <class Work>
+  void guard(Work&& work) noexcept {
+    try {
+      work();
+    } catch (...) {
+      if (!is_kept_.exchange(true)) kept_ = std::current_exception();
+    }
+  }
+  void rethrow() const {
+    if (is_kept_.load()) std::rethrow_exception(kept_);
+  }
+
+ private:
+  std::atomic<bool> is_kept_{false};
+  std::exception_ptr kept_;
+};
 
 // Items [0, count) dealt to threads. Each takes its own part from the front, a quarter of what is
 // left of it at a time, so that weights stored one after another are read as one stream; a thread
@@ -63,20 +85,24 @@ class ThreadPool {
 
   // One parallel region: runs body(0) on the caller and body(thread), 1 <= thread < num_threads, on
   // every worker that comes before body(0) returns; returns when all of them have. Which workers
-  // come is not known: a body may wait for work that another took, never for another to come.
-  // Bodies must not throw and must not call the pool. Calls from several threads take turns.
+  // come is not known: a body may wait for work that another took, never for another to come. What
+  // a body throws reaches the caller once all have returned; so a body that others wait for does
+  // not leave its work that way. Bodies must not call the pool. Calls from several threads take
+  // turns.
   template <class Body>
   void together(Body&& body) {
     const std::lock_guard<std::mutex> lock(callers_);
     together_locked(body);
   }
 
-  // Runs task(i) for every i in [0, num_tasks) and returns when all have finished.
+  // Runs task(i) for every i in [0, num_tasks) and returns when all have finished; if any threw,
+  // throws the first of their exceptions then. The others run all the same.
   template <class Task>
   void run(int64_t num_tasks, Task&& task) {
+    FirstException first;
     if (workers_.empty() || num_tasks <= 1) {
-      for (int64_t i = 0; i < num_tasks; ++i) task(i);
-      return;
+      for (int64_t i = 0; i < num_tasks; ++i) first.guard([&] { task(i); });
+      return first.rethrow();
     }
     const std::lock_guard<std::mutex> lock(callers_);
     const int64_t chunk = num_tasks / Shares::kMaxItems + 1;
@@ -85,9 +111,10 @@ class ThreadPool {
       for (auto items = shares_.take(thread); items.begin < items.end;
            items = shares_.take(thread)) {
         const int64_t last = items.end * chunk < num_tasks ? items.end * chunk : num_tasks;
-        for (int64_t i = items.begin * chunk; i < last; ++i) task(i);
+        for (int64_t i = items.begin * chunk; i < last; ++i) first.guard([&] { task(i); });
       }
     });
+    first.rethrow();
   }
 
   // Splits [0, count) into ranges of at least `grain` and runs task(begin, end) on each.
@@ -108,11 +135,14 @@ class ThreadPool {
 
   template <class Body>
   void together_locked(Body&& body) {
-    using Plain = std::remove_reference_t<Body>;
-    open([](void* context, int32_t thread) { (*static_cast<Plain*>(context))(thread); },
-         const_cast<std::remove_const_t<Plain>*>(&body));
-    body(0);
+    FirstException first;
+    auto guarded = [&](int32_t thread) { first.guard([&] { body(thread); }); };
+    using Guarded = decltype(guarded);
+    open([](void* context, int32_t thread) { (*static_cast<Guarded*>(context))(thread); },
+         &guarded);
+    guarded(0);
     close();
+    first.rethrow();
   }
   void open(Function function, void* context);
   void close();

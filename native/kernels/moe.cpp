@@ -118,6 +118,7 @@ struct Buffers {
   PoolBuffer<float> gate, up;  // [rows, F]; gate becomes silu(gate) * up
   std::optional<QuantisedRows> for_gate, for_up, hidden;
   std::atomic<bool> is_bad{false};  // an activation was NaN or infinite
+  FirstException failure;           // of any item
 };
 
 // One network on its way: blocks of gate and up, then rows to quantise, then blocks of down.
@@ -164,7 +165,8 @@ class Flow {
       Shares::Items items = stage.shares.take(thread);
       if (items.begin == items.end && current_.load() == s) break;  // others hold the rest
       for (; items.begin < items.end; items = stage.shares.take(thread)) {
-        compute(s, items);
+        // What fails counts as finished: others wait for it.
+        buffers_.failure.guard([&] { compute(s, items); });
         const int64_t count = items.end - items.begin;
         if (stage.left.fetch_sub(count) > count) continue;
         current_.store(s == 0 && stages_[1].num_items == 0 ? 2 : s + 1);
@@ -436,6 +438,7 @@ class Mixture {
       flows_.run([&](int32_t) {
         if (is_end) sum_.run();
       });
+      buffers_.failure.rethrow();
       if (buffers_.is_bad.load()) throw_not_finite("moe_ffn", "the activation of an expert");
       if (activations_ != nullptr) copy_activations(ready.first(count));
       for (int32_t expert : ready.first(count)) feed_.done(expert);
@@ -495,6 +498,7 @@ void swiglu_ffn(ThreadPool& pool, const float* x, int32_t num_rows, const Matrix
   Flows flows(pool, 1);
   flows.add(network, buffers);
   flows.run_together();
+  buffers.failure.rethrow();
   if (buffers.is_bad.load()) throw_not_finite("swiglu_ffn", "the activation");
 }
 

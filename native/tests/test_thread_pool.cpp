@@ -2,6 +2,9 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <functional>
+#include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -151,6 +154,71 @@ void test_parked_workers_wake() {
   }
 }
 
+std::string what_is_thrown(const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+// An item that throws ends neither the process nor the others' work; its caller learns of it, and
+// the pool serves the next call.
+void test_items_that_throw(int32_t threads) {
+  ThreadPool pool(threads);
+  for (const int64_t count : {1, 2, 1000}) {
+    for (const int64_t bad : {int64_t{0}, count - 1}) {
+      std::vector<std::atomic<int8_t>> runs(static_cast<size_t>(count));
+      const auto run = [&] {
+        pool.run(count, [&](int64_t i) {
+          runs[static_cast<size_t>(i)].fetch_add(1);
+          if (i == bad) throw std::runtime_error("item " + std::to_string(i));
+        });
+      };
+      check(what_is_thrown(run) == "item " + std::to_string(bad));
+      for (const std::atomic<int8_t>& n : runs) check(n.load() == 1);
+    }
+    const auto all = [&] { pool.run(count, [](int64_t) { throw std::runtime_error("any"); }); };
+    check(what_is_thrown(all) == "any");
+    const auto ranges = [&] {
+      pool.run_ranges(count, 1, [](int64_t, int64_t) { throw std::runtime_error("range"); });
+    };
+    check(what_is_thrown(ranges) == "range");
+  }
+  std::atomic<int64_t> sum{0};
+  pool.run(100, [&](int64_t i) { sum.fetch_add(i); });
+  check(sum.load() == 4950);
+}
+
+void test_regions_that_throw(int32_t threads) {
+  ThreadPool pool(threads);
+  for (int32_t round = 0; round < 200; ++round) {
+    std::atomic<int32_t> inside{0};
+    const auto on_all = [&] {
+      pool.together([&](int32_t) {
+        inside.fetch_add(1);
+        std::this_thread::yield();
+        inside.fetch_sub(1);
+        throw std::runtime_error("region");
+      });
+    };
+    check(what_is_thrown(on_all) == "region");
+    check(inside.load() == 0);
+    // The caller's own body returns; a worker's, if one comes, throws.
+    std::atomic<bool> has_come{false};
+    const auto on_others = [&] {
+      pool.together([&](int32_t thread) {
+        if (thread == 0) return std::this_thread::yield();
+        has_come.store(true);
+        throw std::runtime_error("worker");
+      });
+    };
+    const std::string thrown = what_is_thrown(on_others);
+    check(thrown == (has_come.load() ? "worker" : ""));
+  }
+}
+
 void test_number_of_threads() {
   set_num_threads(2);
   const auto before = shared_pool();
@@ -197,6 +265,8 @@ int main() {
     test_many_short_jobs(threads);
     test_shares(threads);
     test_regions(threads);
+    test_items_that_throw(threads);
+    test_regions_that_throw(threads);
   }
   test_order_of_shares();
   test_wait_for_change();
