@@ -26,6 +26,7 @@
 #include "io/load.h"
 #include "io/memory.h"
 #include "io/throttle.h"
+#include "kernels/coded.h"
 #include "kernels/format.h"
 #include "kernels/gguf_blocks.h"
 #include "kernels/pack.h"
@@ -108,32 +109,115 @@ void read_named(const std::vector<NamedRequest>& requests, int32_t readers, int6
 }
 
 // The repacking kernels are given to the store here, so that neither knows the other.
-int64_t repack_rows(const std::byte* source, int32_t encoding, const ExpertMatrix& matrix,
-                    int32_t num_rows, std::byte* dest) {
-  if (encoding == store::kPlainRows) {
-    return interleave_rows(source, matrix.format, num_rows, matrix.cols, dest);
+constexpr int32_t kPlainRows = -1;  // in place of a GGUF type: values of the matrix' own format
+
+store::RowPacker::Complaint not_finite(const char* expected) {
+  return {"expert weight is not finite", expected,
+          "the checkpoint is damaged, or was saved from a run that diverged; run `headrace inspect "
+          "--verify MODEL`"};
+}
+
+std::byte* block_of_row(const ExpertMatrix& matrix, int32_t row, std::byte* dest) {
+  return dest + row / kBlockOutputs * block_bytes(matrix.format, matrix.cols, matrix.group);
+}
+
+class PlainRows final : public store::RowPacker {
+ public:
+  int64_t pack(const std::byte* source, float, const ExpertMatrix& matrix, int32_t first,
+               int32_t count, std::byte* dest) const override {
+    return interleave_rows(source, matrix.format, count, matrix.cols,
+                           block_of_row(matrix, first, dest));
   }
-  return repack_gguf(source, gguf_type(encoding), num_rows, matrix.cols, matrix.format,
-                     matrix.group, dest);
+  Complaint complaint() const override {
+    return not_finite("expected finite values only, got a NaN or infinity");
+  }
+};
+
+class GgufRows final : public store::RowPacker {
+ public:
+  explicit GgufRows(const GgufType& type) : type_(type) {}
+  int64_t pack(const std::byte* source, float, const ExpertMatrix& matrix, int32_t first,
+               int32_t count, std::byte* dest) const override {
+    return repack_gguf(source, type_, count, matrix.cols, matrix.format, matrix.group,
+                       block_of_row(matrix, first, dest));
+  }
+  Complaint complaint() const override {
+    return not_finite("expected finite values only, got a NaN or infinity");
+  }
+
+ private:
+  const GgufType& type_;
+};
+
+class CodedRowPacker final : public store::RowPacker {
+ public:
+  explicit CodedRowPacker(const CodedTensor& tensor) : tensor_(tensor) {}
+  int64_t pack(const std::byte* source, float factor, const ExpertMatrix& matrix, int32_t first,
+               int32_t count, std::byte* dest) const override {
+    return place_coded(source, tensor_, factor, matrix, first, count, dest);
+  }
+  Complaint complaint() const override {
+    if (tensor_.kind == CodedKind::GroupOfInput) {
+      return {"inputs of an expert are not in the order of their groups (act-order)",
+              "expected g_idx of input j to be j divided by the group, got another",
+              "use a checkpoint that was quantised without desc_act"};
+    }
+    return not_finite(tensor_.kind == CodedKind::Bytes
+                          ? "expected finite values only, got a code that is NaN"
+                          : "expected scales that are finite and fit, got another");
+  }
+
+ private:
+  CodedTensor tensor_;
+};
+
+// A coded tensor as Python names it: matrix, kind, type of scales, use of the factor, group and
+// what is added to zeros.
+using CodedTuple = std::tuple<int32_t, std::string, std::string, std::string, int32_t, int32_t>;
+
+const ExpertMatrix& matrix_of(const ExpertLayout& layout, int32_t index) {
+  if (index < 0 || index > 2) throw Error(ErrorKind::Shape, "an expert has three matrices");
+  return index == 0 ? layout.gate : index == 1 ? layout.up : layout.down;
 }
 
 // What `encoding` [layers, 3] says of the rows of each matrix.
 std::vector<store::RowSource> row_sources(const Table<int32_t, 2>& encoding,
                                           const ExpertLayout& layout) {
-  const ExpertMatrix* matrices[] = {&layout.gate, &layout.up, &layout.down};
   if (encoding.shape(1) != 3) throw Error(ErrorKind::Shape, "encodings are not [layers, 3]");
   std::vector<store::RowSource> sources;
   for (size_t i = 0; i < encoding.size(); ++i) {
-    const ExpertMatrix& matrix = *matrices[i % 3];
-    const int64_t packed = block_bytes(matrix.format, matrix.cols, matrix.group);
+    const auto index = static_cast<int32_t>(i % 3);
+    const ExpertMatrix& matrix = matrix_of(layout, index);
     const int32_t id = encoding.data()[i];
-    if (id == store::kPlainRows) {
-      sources.push_back({id, matrix.cols * (matrix.format == Format::F32 ? 4 : 2), packed});
+    if (id == kPlainRows) {
+      if (has_groups(matrix.format)) throw Error(ErrorKind::Shape, "plain rows hold no codes");
+      const int32_t size = matrix.format == Format::F32 ? 4 : 2;
+      sources.push_back({index, matrix.rows, int64_t{matrix.cols} * size, matrix.cols,
+                         kBlockOutputs, size, std::make_shared<PlainRows>()});
       continue;
     }
     const GgufType& type = gguf_type(id);
     require_gguf(type, matrix.cols, matrix.format, matrix.group);
-    sources.push_back({id, int64_t{matrix.cols} / type.block * type.nbytes, packed});
+    sources.push_back({index, matrix.rows, int64_t{matrix.cols} / type.block * type.nbytes,
+                       matrix.cols, kBlockOutputs, 1, std::make_shared<GgufRows>(type)});
+  }
+  return sources;
+}
+
+// Every layer's matrices consist of the same tensors.
+std::vector<store::RowSource> coded_sources(const std::vector<CodedTuple>& coded, size_t num_layers,
+                                            const ExpertLayout& layout) {
+  std::vector<store::RowSource> sources;
+  for (const auto& [index, kind, type, factor, group, zero_offset] : coded) {
+    const CodedTensor tensor{parse_coded_kind(kind), parse_scale_type(type),
+                             parse_scale_factor(factor), group, zero_offset};
+    const CodedRows rows = coded_rows(tensor, matrix_of(layout, index));
+    sources.push_back({index, rows.rows, rows.row_bytes, rows.row_values, rows.granule, 1,
+                       std::make_shared<CodedRowPacker>(tensor)});
+  }
+  const std::vector<store::RowSource> one = sources;
+  for (size_t layer = 1; layer < num_layers; ++layer) {
+    sources.insert(sources.end(), one.begin(), one.end());
   }
   return sources;
 }
@@ -143,7 +227,8 @@ std::shared_ptr<ExpertStore> open_store(
     const MatrixTuple& gate, const MatrixTuple& up, const MatrixTuple& down, int64_t record_bytes,
     const Table<int32_t, 3>& file, const Table<int64_t, 3>& offset, const Table<int64_t, 3>& length,
     const std::optional<Table<uint64_t, 2>>& checksum,
-    const std::optional<Table<int32_t, 2>>& encoding, std::vector<int32_t> drive_of_file,
+    const std::optional<Table<int32_t, 2>>& encoding, const std::vector<CodedTuple>& coded,
+    const std::optional<Table<float, 3>>& factors, std::vector<int32_t> drive_of_file,
     const Table<int64_t, 2>& copies, const store::Options& options) {
   store::RecordTable table;
   table.files = std::move(files);
@@ -159,10 +244,12 @@ std::shared_ptr<ExpertStore> open_store(
     table.parts.push_back({file.data()[i], offset.data()[i], length.data()[i]});
   }
   if (checksum) table.checksums.assign(checksum->data(), checksum->data() + checksum->size());
-  if (encoding) {
-    table.repack = &repack_rows;
-    table.sources = row_sources(*encoding, table.layout);
+  if (encoding) table.sources = row_sources(*encoding, table.layout);
+  if (!coded.empty()) {
+    table.sources = coded_sources(coded, table.layers.size(), table.layout);
+    table.finish = &finish_coded;
   }
+  if (factors) table.factors.assign(factors->data(), factors->data() + factors->size());
   table.drive_of_file = std::move(drive_of_file);
   if (copies.shape(1) != 3) {
     throw Error(ErrorKind::Shape, "copies of records are not rows of record, file and offset");
@@ -352,7 +439,9 @@ void bind_expert_store(nb::module_& m) {
                       const MatrixTuple& down, int64_t record_bytes, const Table<int32_t, 3>& file,
                       const Table<int64_t, 3>& offset, const Table<int64_t, 3>& length,
                       const std::optional<Table<uint64_t, 2>>& checksum,
-                      const std::optional<Table<int32_t, 2>>& encoding, int32_t num_slots,
+                      const std::optional<Table<int32_t, 2>>& encoding,
+                      const std::vector<CodedTuple>& coded,
+                      const std::optional<Table<float, 3>>& factors, int32_t num_slots,
                       int32_t num_readers, int64_t block_bytes, int32_t read_ahead, bool direct,
                       double half_life_tokens, bool lock, const std::string& policy, bool lookahead,
                       std::vector<int32_t> drive_of_file, const Table<int64_t, 2>& copies,
@@ -363,12 +452,12 @@ void bind_expert_store(nb::module_& m) {
             options.lookahead = lookahead;
             for (const auto& [readers, rate] : drives) options.drives.push_back({readers, rate});
             return open_store(std::move(files), std::move(layers), num_experts, gate, up, down,
-                              record_bytes, file, offset, length, checksum, encoding,
-                              std::move(drive_of_file), copies, options);
+                              record_bytes, file, offset, length, checksum, encoding, coded,
+                              factors, std::move(drive_of_file), copies, options);
           }),
           nb::kw_only(), "files"_a, "layers"_a, "num_experts"_a, "gate"_a, "up"_a, "down"_a,
           "record_bytes"_a, "file"_a, "offset"_a, "length"_a, "checksum"_a.none(),
-          "encoding"_a.none(), "num_slots"_a, "num_readers"_a, "block_bytes"_a, "read_ahead"_a,
+          "encoding"_a.none(), "coded"_a, "factors"_a.none(), "num_slots"_a, "num_readers"_a, "block_bytes"_a, "read_ahead"_a,
           "direct"_a, "half_life_tokens"_a, "lock"_a, "policy"_a, "lookahead"_a, "drive_of_file"_a,
           "copies"_a, "drives"_a)
       .def(

@@ -61,25 +61,6 @@ void place_words(const uint8_t* codes, int64_t stride, int32_t group, uint8_t of
   }
 }
 
-// Bytes k of sixteen outputs become vector k, by four rounds that interleave bytes of two halves.
-void place_bytes(const uint8_t* codes, int64_t stride, int32_t group, uint8_t* packed) {
-  for (int32_t k = 0; k < group; k += 16) {
-    Bytes16 rows[16], next[16];
-    for (int i = 0; i < 16; ++i) rows[i] = load_vector<Bytes16>(codes + i * stride + k);
-    for (int round = 0; round < 4; ++round) {
-      for (int i = 0; i < 8; ++i) {
-        const Bytes16 x = rows[i], y = rows[i + 8];
-        next[2 * i] =
-            __builtin_shufflevector(x, y, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-        next[2 * i + 1] = __builtin_shufflevector(x, y, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13,
-                                                  29, 14, 30, 15, 31);
-      }
-      std::memcpy(rows, next, sizeof rows);
-    }
-    for (int i = 0; i < 16; ++i) store_vector(packed + (k + i) * 16, rows[i]);
-  }
-}
-
 void place_codes(Format format, const uint8_t* codes, int64_t stride, int32_t group,
                  uint8_t* packed) {
   const uint8_t offset = format == Format::Q4 || format == Format::Q4F ? 8 : 0;
@@ -150,6 +131,25 @@ int32_t place_scales(Format format, int32_t group, const CodeBand& band, int32_t
 }
 
 }  // namespace
+
+// Four rounds that interleave bytes of two halves.
+void place_bytes(const uint8_t* codes, int64_t stride, int32_t group, uint8_t* packed) {
+  for (int32_t k = 0; k < group; k += 16) {
+    Bytes16 rows[16], next[16];
+    for (int i = 0; i < 16; ++i) rows[i] = load_vector<Bytes16>(codes + i * stride + k);
+    for (int round = 0; round < 4; ++round) {
+      for (int i = 0; i < 8; ++i) {
+        const Bytes16 x = rows[i], y = rows[i + 8];
+        next[2 * i] =
+            __builtin_shufflevector(x, y, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        next[2 * i + 1] = __builtin_shufflevector(x, y, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13,
+                                                  29, 14, 30, 15, 31);
+      }
+      std::memcpy(rows, next, sizeof rows);
+    }
+    for (int i = 0; i < 16; ++i) store_vector(packed + (k + i) * 16, rows[i]);
+  }
+}
 
 int64_t place_groups(Format format, int32_t group, int32_t num_groups, const CodeBand& band,
                      std::byte* packed) {

@@ -27,4 +27,8 @@ struct CodeBand {
 int64_t place_groups(Format format, int32_t group, int32_t num_groups, const CodeBand& band,
                      std::byte* packed);
 
+// Bytes k of sixteen outputs, `stride` bytes apart, become vector k of f8's layout; `group` is a
+// multiple of 16.
+void place_bytes(const uint8_t* codes, int64_t stride, int32_t group, uint8_t* packed);
+
 }  // namespace headrace

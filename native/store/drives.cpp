@@ -34,7 +34,7 @@ Drives::Drives(const RecordTable& table, std::span<const DriveOptions> drives)
                    [](const RecordCopy& a, const RecordCopy& b) { return a.record < b.record; });
   first_copy_.assign(num_records + 1, 0);
   for (const RecordCopy& copy : copies_) {
-    if (table.repack != nullptr) fail("records in place have no copies");
+    if (table.is_in_place()) fail("records in place have no copies");
     if (copy.record < 0 || at(copy.record) >= num_records || copy.file < 0 ||
         at(copy.file) >= table.files.size() || copy.offset < 0 ||
         copy.offset % io::kAlignment != 0) {

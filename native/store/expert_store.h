@@ -33,20 +33,38 @@
 
 namespace headrace::store {
 
-inline constexpr int32_t kPlainRows = -1;
-
-// How the rows of one matrix stand in their file, and what becomes of them.
-struct RowSource {
-  int32_t encoding;      // kPlainRows: values of the matrix' own format; else what Repack knows
-  int64_t row_bytes;     // in the file
-  int64_t packed_bytes;  // of 16 rows in the record
+// How one stored tensor of a matrix becomes a part of the packed one. Given from outside: the store
+// knows no arithmetic. Used by many reader threads at once.
+class RowPacker {
+ public:
+  // What is wrong with a value: the message's first line, what was expected and came, and a hint.
+  struct Complaint {
+    const char* title;
+    const char* expected;
+    const char* hint;
+  };
+  virtual ~RowPacker() = default;
+  // Lays `count` rows of the tensor from row `first` on, one after the other at `source`, out in
+  // the packed matrix at `dest`. `factor` belongs to the record and matrix. Returns the row-major
+  // index within these rows of the first value that cannot be taken, or -1.
+  virtual int64_t pack(const std::byte* source, float factor, const ExpertMatrix& matrix,
+                       int32_t first, int32_t count, std::byte* dest) const = 0;
+  virtual Complaint complaint() const = 0;
 };
 
-// Lays `num_rows` rows, one after the other, out as packed blocks of 16 outputs of `matrix`, the
-// last one padded with zero rows. Given from outside: the store knows no arithmetic. Returns the
-// row-major index of the first value that is no finite number, or -1.
-using Repack = int64_t (*)(const std::byte* source, int32_t encoding, const ExpertMatrix& matrix,
-                           int32_t num_rows, std::byte* dest);
+// A tensor of one of a record's matrices: rows that the reads are cut between.
+struct RowSource {
+  int32_t matrix;  // 0 gate, 1 up, 2 down
+  int32_t rows;
+  int64_t row_bytes;   // in the file
+  int32_t row_values;  // for the place of a bad one
+  int32_t granule;     // rows that are packed together
+  int32_t alignment;   // bytes, of the values that `packer` reads
+  std::shared_ptr<const RowPacker> packer;
+};
+
+// Completes a matrix once all of its tensors are packed.
+using FinishMatrix = void (*)(const ExpertMatrix& matrix, std::byte* packed);
 
 struct RecordPart {
   int32_t file;
@@ -54,20 +72,24 @@ struct RecordPart {
   int64_t length;
 };
 
-// Where every record is. A packed record is one part; a record in place is three matrices (gate,
-// up, down), row after row, anywhere in any files, laid out by `repack` while they are read.
+// Where every record is. A packed record is one part; a record in place has one or more tensors for
+// each of its matrices (gate, up, down), row after row, anywhere in any files, packed while they
+// are read.
 struct RecordTable {
   std::vector<std::string> files;
   std::vector<int32_t> layers;  // the model's layer number of each row of the table
   int32_t num_experts = 0;
   ExpertLayout layout{};
-  int32_t parts_per_record = 1;        // 1 packed, 3 in place
+  int32_t parts_per_record = 1;        // 1 packed, 3 and more in place
   std::vector<RecordPart> parts;       // [layers, experts, parts_per_record]
   std::vector<uint64_t> checksums;     // [layers, experts] of packed records, or empty
-  Repack repack = nullptr;             // set when in place
-  std::vector<RowSource> sources;      // [layers, 3] when in place
+  std::vector<RowSource> sources;      // [layers, parts_per_record] when in place, else empty
+  std::vector<float> factors;          // [layers, experts, 3] when in place; empty: all are one
+  FinishMatrix finish = nullptr;       // of records in place that need it
   std::vector<int32_t> drive_of_file;  // may be shorter than files: the rest lie on drive 0
   std::vector<RecordCopy> copies;      // of packed records, in files that `files` names, too
+
+  bool is_in_place() const { return !sources.empty(); }
 };
 
 struct Options {

@@ -19,24 +19,23 @@ const ExpertMatrix& matrix(const ExpertLayout& layout, int32_t part) {
   return part == 0 ? layout.gate : part == 1 ? layout.up : layout.down;
 }
 
-int64_t element_bytes(Format format) { return format == Format::F32 ? 4 : 2; }
-
-int64_t num_values(const ExpertMatrix& matrix) { return int64_t{matrix.rows} * matrix.cols; }
+int64_t num_values(const RowSource& source) { return int64_t{source.rows} * source.row_values; }
 
 // How a part of a record in place stands in its file.
 const RowSource& row_source(const RecordTable& table, int32_t record, int32_t part) {
-  return table.sources[at(record / table.num_experts * 3 + part)];
+  return table.sources[at(record / table.num_experts * table.parts_per_record + part)];
 }
 
-// Rows of one block of a record in place: whole groups of 16, about block_bytes.
+// Rows of one block of a record in place: whole granules, about block_bytes.
 int32_t rows_per_block(const RowSource& source, int64_t block_bytes) {
-  const int64_t groups = block_bytes / (source.row_bytes * kBlockOutputs);
-  return static_cast<int32_t>(std::clamp<int64_t>(groups, 1, 1 << 20)) * kBlockOutputs;
+  const int64_t granules = block_bytes / (source.row_bytes * source.granule);
+  const int64_t all = (source.rows + source.granule - 1) / source.granule;
+  return static_cast<int32_t>(std::clamp<int64_t>(granules, 1, all)) * source.granule;
 }
 
-int32_t blocks_of(const ExpertMatrix& matrix, const RowSource& source, int64_t block_bytes) {
+int32_t blocks_of(const RowSource& source, int64_t block_bytes) {
   const int32_t step = rows_per_block(source, block_bytes);
-  return (matrix.rows + step - 1) / step;
+  return (source.rows + step - 1) / step;
 }
 
 // Length of each block but the last of a packed record: equal shares, so that no reader is left
@@ -50,19 +49,21 @@ int64_t packed_block_bytes(int64_t length, int64_t block_bytes) {
   throw Error(ErrorKind::Checkpoint, "expert table is inconsistent: " + message);
 }
 
-// Whether the rows that every layer reads for a part fit the record.
+// Whether the tensors of every layer's matrices can be read.
 void check_sources(const RecordTable& table) {
-  if (table.sources.size() != table.layers.size() * 3) fail("encodings are missing");
+  const size_t parts = at(table.parts_per_record);
+  if (parts == 0 || table.sources.size() != table.layers.size() * parts) {
+    fail("sources of rows are missing");
+  }
+  if (!table.factors.empty() && table.factors.size() != table.parts.size() / parts * 3) {
+    fail("factors are missing");
+  }
   for (size_t i = 0; i < table.sources.size(); ++i) {
     const RowSource& source = table.sources[i];
-    const ExpertMatrix& one = matrix(table.layout, static_cast<int32_t>(i % 3));
-    const int64_t blocks = (int64_t{one.rows} + kBlockOutputs - 1) / kBlockOutputs;
-    const bool is_plain = source.encoding == kPlainRows;
-    if (source.row_bytes <= 0 || source.packed_bytes <= 0 ||
-        (is_plain && source.row_bytes != one.cols * element_bytes(one.format)) ||
-        source.packed_bytes > table.layout.record_bytes ||
-        one.offset + blocks * source.packed_bytes > table.layout.record_bytes) {
-      fail(std::string("matrix ") + kPartNames[i % 3] + " cannot be read in place");
+    if (source.matrix < 0 || source.matrix > 2 || source.rows <= 0 || source.row_bytes <= 0 ||
+        source.row_values <= 0 || source.granule <= 0 || source.alignment <= 0 ||
+        source.packer == nullptr) {
+      fail("part " + std::to_string(i % parts) + " of a record cannot be read in place");
     }
   }
 }
@@ -70,13 +71,12 @@ void check_sources(const RecordTable& table) {
 }  // namespace
 
 void check_table(const RecordTable& table) {
-  const bool is_in_place = table.repack != nullptr;
+  const bool is_in_place = table.is_in_place();
   const size_t num_records = table.layers.size() * at(std::max(table.num_experts, 0));
   const int64_t record_bytes = table.layout.record_bytes;
   if (num_records == 0) fail("it holds no record");
-  if (table.parts_per_record != (is_in_place ? 3 : 1)) {
-    fail("expected " + std::to_string(is_in_place ? 3 : 1) + " ranges per record, got " +
-         std::to_string(table.parts_per_record));
+  if (!is_in_place && table.parts_per_record != 1) {
+    fail("expected 1 range per record, got " + std::to_string(table.parts_per_record));
   }
   if (table.parts.size() != num_records * at(table.parts_per_record)) fail("ranges are missing");
   if (!table.checksums.empty() && table.checksums.size() != num_records)
@@ -94,11 +94,13 @@ void check_table(const RecordTable& table) {
   if (is_in_place) check_sources(table);
   for (size_t i = 0; i < table.parts.size(); ++i) {
     const RecordPart& part = table.parts[i];
-    const int32_t role = static_cast<int32_t>(i % 3);
-    const int64_t expected =
-        is_in_place ? matrix(table.layout, role).rows *
-                          row_source(table, static_cast<int32_t>(i / 3), role).row_bytes
-                    : record_bytes;
+    int64_t expected = record_bytes;
+    if (is_in_place) {
+      const int32_t width = table.parts_per_record;
+      const auto index = static_cast<int32_t>(i);
+      const RowSource& source = row_source(table, index / width, index % width);
+      expected = source.rows * source.row_bytes;
+    }
     if (part.file < 0 || at(part.file) >= table.files.size() || part.offset < 0 ||
         part.length != expected) {
       fail("range " + std::to_string(i) + " has " + std::to_string(part.length) +
@@ -120,14 +122,14 @@ ExpertStore::Load::Load(ExpertStore& store, int32_t record, int32_t slot, io::Pr
       priority_(priority),
       place_(place),
       tried_(tried | Drives::Places{1} << place) {
-  const ExpertLayout& layout = store.table_.layout;
   const int64_t block_bytes = store.options_.block_bytes;
-  if (store.table_.repack == nullptr) {
-    const int64_t step = packed_block_bytes(layout.record_bytes, block_bytes);
-    num_blocks_ = static_cast<int32_t>((layout.record_bytes + step - 1) / step);
+  if (!store.table_.is_in_place()) {
+    const int64_t record_bytes = store.table_.layout.record_bytes;
+    const int64_t step = packed_block_bytes(record_bytes, block_bytes);
+    num_blocks_ = static_cast<int32_t>((record_bytes + step - 1) / step);
   } else {
-    for (int32_t part = 0; part < 3; ++part)
-      num_blocks_ += blocks_of(matrix(layout, part), source(part), block_bytes);
+    for (int32_t part = 0; part < store.table_.parts_per_record; ++part)
+      num_blocks_ += blocks_of(source(part), block_bytes);
   }
 }
 
@@ -138,14 +140,14 @@ const RowSource& ExpertStore::Load::source(int32_t part) const {
 ExpertStore::Load::Rows ExpertStore::Load::rows(int32_t index) const {
   const int64_t block_bytes = store_.options_.block_bytes;
   for (int32_t part = 0;; ++part) {
-    const ExpertMatrix& one = matrix(store_.table_.layout, part);
-    const int32_t count = blocks_of(one, source(part), block_bytes);
+    const RowSource& from = source(part);
+    const int32_t count = blocks_of(from, block_bytes);
     if (index >= count) {
       index -= count;
       continue;
     }
-    const int32_t step = rows_per_block(source(part), block_bytes);
-    return {part, index * step, std::min(step, one.rows - index * step)};
+    const int32_t step = rows_per_block(from, block_bytes);
+    return {part, index * step, std::min(step, from.rows - index * step)};
   }
 }
 
@@ -156,7 +158,7 @@ RecordPart ExpertStore::Load::part(int32_t index) const {
 }
 
 io::ReadBlock ExpertStore::Load::block(int32_t index) const {
-  if (store_.table_.repack == nullptr) {
+  if (!store_.table_.is_in_place()) {
     const RecordPart whole = part(0);
     const int64_t step = packed_block_bytes(whole.length, store_.options_.block_bytes);
     const int64_t start = index * step;
@@ -172,24 +174,25 @@ io::ReadBlock ExpertStore::Load::block(int32_t index) const {
 
 void ExpertStore::Load::consume(int32_t index, std::byte* bytes) {
   const Rows run = rows(index);
-  const ExpertMatrix& one = matrix(store_.table_.layout, run.part);
   const RowSource& from = source(run.part);
-  // A file may place a tensor of plain values at an odd offset; the bytes before it are not needed.
-  const size_t size = from.encoding == kPlainRows ? at(element_bytes(one.format)) : 1;
-  const int64_t misfit = static_cast<int64_t>(reinterpret_cast<uintptr_t>(bytes) % size);
+  const RecordTable& table = store_.table_;
+  // A file may place a tensor at an odd offset; the bytes before it are not needed.
+  const int64_t misfit =
+      static_cast<int64_t>(reinterpret_cast<uintptr_t>(bytes) % at(from.alignment));
   if (misfit != 0) {
     std::memmove(bytes - misfit, bytes, at(run.count * from.row_bytes));
     bytes -= misfit;
   }
-  std::byte* dest =
-      store_.slot_data(slot_) + one.offset + run.first / kBlockOutputs * from.packed_bytes;
-  const int64_t bad = store_.table_.repack(bytes, from.encoding, one, run.count, dest);
-  if (bad >= 0) note_bad_weight(run.part, int64_t{run.first} * one.cols + bad);
+  const ExpertMatrix& one = matrix(table.layout, from.matrix);
+  const float factor =
+      table.factors.empty() ? 1.0f : table.factors[at(int64_t{record_} * 3 + from.matrix)];
+  const int64_t bad = from.packer->pack(bytes, factor, one, run.first, run.count,
+                                        store_.slot_data(slot_) + one.offset);
+  if (bad >= 0) note_bad_value(run.part, int64_t{run.first} * from.row_values + bad);
 }
 
-void ExpertStore::Load::note_bad_weight(int32_t part, int64_t index) {
-  for (int32_t before = 0; before < part; ++before)
-    index += num_values(matrix(store_.table_.layout, before));
+void ExpertStore::Load::note_bad_value(int32_t part, int64_t index) {
+  for (int32_t before = 0; before < part; ++before) index += num_values(source(before));
   int64_t seen = first_bad_.load();
   while (index < seen && !first_bad_.compare_exchange_weak(seen, index)) {
   }
@@ -197,10 +200,19 @@ void ExpertStore::Load::note_bad_weight(int32_t part, int64_t index) {
 
 void ExpertStore::Load::finished(const std::optional<io::ReadFailure>& failure,
                                  int64_t bytes_read) {
-  std::string error = failure ? read_error(*failure) : weight_error();
+  std::string error = failure ? read_error(*failure) : value_error();
   if (error.empty()) error = checksum_error();
   is_damaged_ = !failure && !error.empty();
+  if (error.empty()) finish_matrices();
   store_.loaded(*this, std::move(error), bytes_read);
+}
+
+void ExpertStore::Load::finish_matrices() {
+  if (store_.table_.finish == nullptr) return;
+  for (int32_t i = 0; i < 3; ++i) {
+    const ExpertMatrix& one = matrix(store_.table_.layout, i);
+    store_.table_.finish(one, store_.slot_data(slot_) + one.offset);
+  }
 }
 
 std::string ExpertStore::Load::name() const {
@@ -220,7 +232,7 @@ std::string ExpertStore::Load::read_error(const io::ReadFailure& failure) const 
         failure.offset >= part.offset + part.length) {
       continue;
     }
-    if (num_parts > 1) where += std::string(", matrix ") + kPartNames[at(i)];
+    if (num_parts > 1) where += std::string(", matrix ") + kPartNames[at(source(i).matrix)];
     whole.offset = part.offset;
     whole.expected = part.length;
     whole.got = failure.offset - part.offset + failure.got;
@@ -235,22 +247,21 @@ std::string ExpertStore::Load::read_error(const io::ReadFailure& failure) const 
          "\nhint: check the drive, then run `headrace inspect --verify MODEL`";
 }
 
-std::string ExpertStore::Load::weight_error() const {
+std::string ExpertStore::Load::value_error() const {
   int64_t index = first_bad_.load();
   if (index == INT64_MAX) return "";
   int32_t part = 0;
-  while (index >= num_values(matrix(store_.table_.layout, part)))
-    index -= num_values(matrix(store_.table_.layout, part++));
-  const ExpertMatrix& one = matrix(store_.table_.layout, part);
+  while (index >= num_values(source(part))) index -= num_values(source(part++));
+  const RowSource& from = source(part);
   const RecordPart place = this->part(part);
-  return "expert weight is not finite: " + name() + ", matrix " + kPartNames[at(part)] + ", file " +
-         store_.files_[at(place.file)]->path() +
-         "\nexpected finite values only, got a NaN or infinity at index [" +
-         std::to_string(index / one.cols) + ", " + std::to_string(index % one.cols) + "], offset " +
-         std::to_string(place.offset + index / one.cols * source(part).row_bytes +
-                        index % one.cols * source(part).row_bytes / one.cols) +
-         "\nhint: the checkpoint is damaged, or was saved from a run that diverged; run " +
-         "`headrace inspect --verify MODEL`";
+  const int64_t row = index / from.row_values, column = index % from.row_values;
+  const RowPacker::Complaint complaint = from.packer->complaint();
+  return std::string(complaint.title) + ": " + name() + ", matrix " + kPartNames[at(from.matrix)] +
+         ", file " + store_.files_[at(place.file)]->path() + "\n" + complaint.expected +
+         " at index [" + std::to_string(row) + ", " + std::to_string(column) + "], offset " +
+         std::to_string(place.offset + row * from.row_bytes +
+                        column * from.row_bytes / from.row_values) +
+         "\nhint: " + complaint.hint;
 }
 
 std::string ExpertStore::Load::checksum_error() const {

@@ -37,7 +37,7 @@ class ExpertStore::Load final : public DriveJob {
   void finished(const std::optional<io::ReadFailure>& failure, int64_t bytes_read) override;
 
  private:
-  // A run of whole rows of one matrix: what one block of a record in place holds.
+  // A run of whole rows of one tensor: what one block of a record in place holds.
   struct Rows {
     int32_t part;
     int32_t first;
@@ -45,9 +45,10 @@ class ExpertStore::Load final : public DriveJob {
   };
   Rows rows(int32_t index) const;
   const RowSource& source(int32_t part) const;
-  void note_bad_weight(int32_t part, int64_t index);
+  void note_bad_value(int32_t part, int64_t index);
+  void finish_matrices();
   std::string read_error(const io::ReadFailure& failure) const;
-  std::string weight_error() const;    // empty if every weight repacked is a finite number
+  std::string value_error() const;     // empty if every value packed could be taken
   std::string checksum_error() const;  // empty if the bytes are right
   std::string name() const;
   RecordPart part(int32_t index) const;  // where it is read
@@ -60,8 +61,8 @@ class ExpertStore::Load final : public DriveJob {
   Drives::Places tried_;  // this place, too
   bool is_damaged_ = false;
   int32_t num_blocks_ = 0;
-  // First NaN or infinity over gate, up and down taken as one run of values, whichever thread saw
-  // it; read after the last block.
+  // First value that could not be taken, all of the record's tensors taken as one run of values,
+  // whichever thread saw it; read after the last block.
   std::atomic<int64_t> first_bad_{INT64_MAX};
 };
 

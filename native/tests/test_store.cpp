@@ -183,8 +183,8 @@ void test_close_during_reads() {
 
 // In place: three row-major matrices at odd places of two files.
 
-int64_t plain_interleave(const std::byte* source, int32_t, const ExpertMatrix& matrix, int32_t rows,
-                         std::byte* dest) {
+void plain_interleave(const std::byte* source, const ExpertMatrix& matrix, int32_t rows,
+                      std::byte* dest) {
   const size_t size = matrix.format == Format::F32 ? 4 : 2;
   const int32_t cols = matrix.cols;
   const int32_t padded = (rows + 15) / 16 * 16;
@@ -206,8 +206,17 @@ int64_t plain_interleave(const std::byte* source, int32_t, const ExpertMatrix& m
       }
     }
   }
-  return -1;
 }
+
+class PlainRows final : public store::RowPacker {
+ public:
+  int64_t pack(const std::byte* source, float, const ExpertMatrix& matrix, int32_t first,
+               int32_t count, std::byte* dest) const override {
+    plain_interleave(source, matrix, count, dest + int64_t{first} * matrix.cols * 2);
+    return -1;
+  }
+  Complaint complaint() const override { return {"", "", ""}; }
+};
 
 void test_records_in_place() {
   constexpr int32_t kInner = 40, kHidden = 72;  // neither a multiple of 16
@@ -219,10 +228,10 @@ void test_records_in_place() {
     table.layers = {2};
     table.num_experts = 4;
     table.parts_per_record = 3;
-    table.repack = plain_interleave;
-    table.sources = {{store::kPlainRows, kHidden * 2, 16 * kHidden * 2},
-                     {store::kPlainRows, kHidden * 2, 16 * kHidden * 2},
-                     {store::kPlainRows, kInner * 2, 16 * kInner * 2}};
+    const auto packer = std::make_shared<PlainRows>();
+    table.sources = {{0, kInner, kHidden * 2, kHidden, 16, 2, packer},
+                     {1, kInner, kHidden * 2, kHidden, 16, 2, packer},
+                     {2, kHidden, kInner * 2, kInner, 16, 2, packer}};
     constexpr int64_t kUpBytes = 48 * kHidden * 2, kDownBytes = 80 * kInner * 2;
     table.layout = {{Format::BF16, kInner, kHidden, 1, 0},
                     {Format::BF16, kInner, kHidden, 1, kUpBytes},
@@ -249,7 +258,7 @@ void test_records_in_place() {
           for (int32_t part = 0; part < 3; ++part) {
             const ExpertMatrix& one = *matrices[part];
             const store::RecordPart& place = table.parts[static_cast<size_t>(ready[i] * 3 + part)];
-            plain_interleave(bytes.data() + place.offset, store::kPlainRows, one, one.rows,
+            plain_interleave(bytes.data() + place.offset, one, one.rows,
                              expected.data() + one.offset);
           }
           check(std::memcmp(lease->data(ready[i]), expected.data(), expected.size()) == 0,

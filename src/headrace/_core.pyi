@@ -326,6 +326,8 @@ class ExpertStore(RecordSource):
         length: Int64,
         checksum: UInt64 | None,
         encoding: Int32 | None,
+        coded: Sequence[tuple[int, str, str, str, int, int]],
+        factors: Float32 | None,
         num_slots: int,
         num_readers: int,
         block_bytes: int,

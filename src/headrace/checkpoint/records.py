@@ -1,8 +1,8 @@
 """Where every expert's bytes lie: record layouts and the table of byte ranges.
 
 A record is one expert of one layer. Packed, it is one aligned range of one file; in place it is
-three row-major ranges that the reader interleaves. The store and the models read these tables and
-never ask where they came from. Owns no bytes.
+a range for each tensor that its three matrices are stored as, which the reader packs. The store and
+the models read these tables and never ask where they came from. Owns no bytes.
 """
 
 import dataclasses
@@ -15,12 +15,14 @@ from typing import Protocol
 import numpy as np
 
 from headrace import _core
-from headrace.arrays import Int32, Int64, UInt64
+from headrace.arrays import Float32, Int32, Int64, UInt64
 from headrace.checkpoint.safetensors import TensorEntry
 from headrace.errors import CheckpointError, UnsupportedModelError
 
 RECORD_ALIGNMENT = 4096
 MATRIX_ALIGNMENT = 64
+EXPERT_ROLES = ("gate", "up", "down")
+"""The matrices of an expert, in the order of a record."""
 PLAIN_ROWS = -1
 """In place of a GGUF tensor type: rows of values in the record's own floating format."""
 FLOAT_FORMATS: Mapping[str, str] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
@@ -89,9 +91,29 @@ def make_record_layout(
     return RecordLayout(gate, up, down, align_up(offset, RECORD_ALIGNMENT))
 
 
+@dataclass(frozen=True)
+class StoredTensor:
+    """What one of the tensors of an expert's matrix holds; see `native/kernels/coded.h`."""
+
+    matrix: int
+    """0 gate, 1 up, 2 down."""
+    kind: str
+    scales: str
+    """How scales are written: "f32", "f16", "bf16", "e8m0" or "e4m3"."""
+    factor: str
+    """Whether a number of the matrix "multiplies" or "divides" its scales, or "none"."""
+    group: int
+    """Inputs that share a scale in the file."""
+    zero_offset: int
+    """Added to stored zero points."""
+
+
 @dataclass(frozen=True, eq=False)
 class RecordTable:
-    """Byte ranges of all records. P is 1 for packed records and 3 (gate, up, down) in place."""
+    """Byte ranges of all records. P is 1 for packed records and 3 (gate, up, down) in place.
+
+    In place it is more where a matrix is stored as several tensors: then it is len(coded).
+    """
 
     files: tuple[Path, ...]
     layers: tuple[int, ...]
@@ -100,7 +122,8 @@ class RecordTable:
     layout: RecordLayout
     repack: str | None
     """None: packed records. "bf16", "f16", "f32": row-major ranges that the reader interleaves.
-    "gguf": rows of blocks, which `encoding` names, that the reader repacks."""
+    "gguf": rows of blocks, which `encoding` names, that the reader repacks. Else the method of
+    the tensors that `coded` describes."""
     file: Int32
     """[Lm, E, P], index into `files`."""
     offset: Int64
@@ -117,6 +140,10 @@ class RecordTable:
     """[C, 3]: record (row * E + expert), file and offset of each copy of a packed record."""
     encoding: Int32 | None = None
     """[Lm, 3], GGUF tensor type of each matrix, PLAIN_ROWS for values; None: all are values."""
+    coded: tuple[StoredTensor, ...] = ()
+    """What each range of a record in codes holds; empty: a matrix is one range."""
+    factors: Float32 | None = None
+    """[Lm, E, 3], the number that all scales of a matrix share; None: there are none."""
 
     @property
     def num_records(self) -> int:
@@ -215,17 +242,22 @@ def check_experts(experts: ExpertTensors, num_experts: int | None) -> tuple[int,
     inner, hidden = sample.shape
     shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
     for layer, by_expert in sorted(experts.items()):
-        if len(by_expert) != num_experts or max(by_expert) >= num_experts:
-            strange = set(by_expert) ^ set(range(num_experts))
-            raise CheckpointError(
-                f"experts do not form a full set: layer {layer}, file {sample.path.parent}\n"
-                f"expected {num_experts} experts, got {len(by_expert)}; "
-                f"first missing or unexpected: expert {min(strange)}"
-            )
+        require_full_set(set(by_expert), num_experts, layer, sample.path.parent)
         for expert, by_role in by_expert.items():
             for role, shape in shapes.items():
                 _check_matrix(by_role.get(role), layer, expert, role, shape, sample)
     return num_experts, FLOAT_FORMATS[sample.dtype], hidden, inner
+
+
+def require_full_set(found: set[int], num_experts: int, layer: int, folder: Path) -> None:
+    """Raise CheckpointError unless the experts of a layer are 0 .. num_experts - 1."""
+    strange = found ^ set(range(num_experts))
+    if strange:
+        raise CheckpointError(
+            f"experts do not form a full set: layer {layer}, file {folder}\n"
+            f"expected {num_experts} experts, got {len(found)}; "
+            f"first missing or unexpected: expert {min(strange)}"
+        )
 
 
 def _check_matrix(
@@ -265,7 +297,7 @@ def make_in_place_table(
     offset, length = np.empty(shape, np.int64), np.empty(shape, np.int64)
     for i, layer in enumerate(layers):
         for expert, by_role in chosen[layer].items():
-            for part, role in enumerate(("gate", "up", "down")):
+            for part, role in enumerate(EXPERT_ROLES):
                 entry = by_role[role]
                 file[i, expert, part] = index[entry.path]
                 offset[i, expert, part] = entry.offset

@@ -8,7 +8,7 @@ module translates the checkpoint's record table, and reports.
 import logging
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -139,8 +139,11 @@ _STEP_COUNTERS = operator.itemgetter(*StepCounters._fields[:-1])
 
 
 def _encoding(table: RecordTable) -> Int32 | None:
-    """How each layer's matrices stand in their files, [Lm, 3]; None if records are packed."""
-    if table.repack is None:
+    """How each layer's matrices stand in their files, [Lm, 3]; None if records are packed.
+
+    None, too, if they are in codes, which `RecordTable.coded` describes.
+    """
+    if table.repack is None or table.coded:
         return None
     if table.encoding is None:
         return np.full((len(table.layers), 3), PLAIN_ROWS, np.int32)
@@ -241,6 +244,8 @@ class ExpertStore:
             if readers.verify and table.checksum is not None
             else None,
             encoding=_encoding(table),
+            coded=[astuple(tensor) for tensor in table.coded],
+            factors=table.factors,
             num_slots=num_slots,
             num_readers=readers.num_readers * len(rates),
             block_bytes=readers.largest_read_bytes,
