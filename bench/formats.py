@@ -4,16 +4,17 @@
 
 The first table has a line per packed format: bytes of a weight in memory, and the speed of a
 product of one row with a cold matrix on one thread beside a plain read of the same memory. The
-second has a line per foreign type: bytes of a weight in the file, what it becomes, and the speed of
-repacking on one thread, in bytes of the file read from memory. Both are medians of several samples.
-Prints machine, commit and the time the host stole: above 5 % a run is void.
+second has a line per foreign type, GGUF's and those of Hugging Face checkpoints: bytes of a weight
+in the file, what it becomes, and the speed of repacking on one thread, in bytes of the file
+read from memory. Both are medians of several samples. Prints machine, commit and the time the host
+stole: above 5 % a run is void.
 """
 
 import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import cycle
+from itertools import chain, cycle
 from pathlib import Path
 from statistics import median
 
@@ -38,6 +39,25 @@ GGUF_TYPES = {  # name: its number, values and bytes of a block, packed format a
     "IQ4_XS": (23, 256, 136, "q8f", 32),
     "MXFP4": (39, 32, 17, "mxfp4", 32),
 }
+
+CODED_TYPES: dict[str, tuple[str, int, list[tuple[str, str, int, float]]]] = {
+    # name: packed format and group, and of each tensor its kind, the type of scales, inputs that
+    # share a scale, and bytes per weight
+    "fp8 128 x 128": ("f8", 128, [("bytes", "f32", 128, 1),
+                                  ("scales_by_tile", "bf16", 128, 2**-13)]),
+    "nvfp4": ("q8f", 16, [("nibbles_by_output", "f32", 16, 0.5),
+                          ("scales_by_output", "e4m3", 16, 1 / 16)]),
+    "mxfp4": ("mxfp4", 32, [("nibbles_by_output", "f32", 32, 0.5),
+                            ("scales_by_output", "e8m0", 32, 1 / 32)]),
+    "pack-quantized 128": ("q4f", 64, [("nibbles_by_output", "f32", 128, 0.5),
+                                       ("scales_by_output", "bf16", 128, 1 / 64)]),
+    "awq 128": ("q4a", 64, [("nibbles_interleaved", "f32", 128, 0.5),
+                            ("scales_by_group", "f16", 128, 1 / 64),
+                            ("zeros_interleaved", "f32", 128, 1 / 256)]),
+    "gptq 128": ("q4a", 64, [("nibbles_by_input", "f32", 128, 0.5),
+                             ("scales_by_group", "f16", 128, 1 / 64),
+                             ("zeros_by_group", "f32", 128, 1 / 256)]),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -135,6 +155,44 @@ def foreign_rows(working_set: int, repeat: int) -> Iterator[ForeignRow]:
         )
 
 
+def coded_rows(working_set: int, repeat: int) -> Iterator[ForeignRow]:
+    """Pack cold matrices from tensors of random bytes whose scales are finite."""
+    rng = np.random.default_rng(3)
+    for name, (format, group, tensors) in CODED_TYPES.items():
+        sizes = [round(INNER * HIDDEN * share) for *_, share in tensors]
+        # Below 0x70 no byte, nor a pair of them, is a scale or code of NaN or infinity.
+        pattern = rng.integers(0, 0x70, sum(sizes), np.uint8)
+        memory = filled(working_set, pattern)
+        step = -(-pattern.size // 64) * 64
+        starts = cycle(range(0, memory.size - pattern.size + 1, step))
+        names = [(0, kind, scales, "none", shared, 1) for kind, scales, shared, _ in tensors]
+        ends = np.cumsum(sizes)
+
+        def repack(
+            starts: Iterator[int] = starts,
+            memory: np.ndarray = memory,
+            format: str = format,
+            group: int = group,
+            names: list[tuple[int, str, str, str, int, int]] = names,
+            ends: np.ndarray = ends,
+        ) -> None:
+            start = next(starts)
+            parts = np.split(memory[start : start + int(ends[-1])], ends[:-1])
+            _core.repack_coded(list(zip(names, parts, strict=True)), format, INNER, HIDDEN, group)
+
+        repack()
+        seconds = median(sample_seconds(repack) for _ in range(repeat))
+        packed = memory_bytes(format, group)
+        yield ForeignRow(
+            name,
+            pattern.size / (INNER * HIDDEN),
+            name_of(format, group),
+            packed,
+            pattern.size / seconds,
+            packed * INNER * HIDDEN / seconds,
+        )
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
@@ -156,10 +214,11 @@ def main() -> None:
                 f"| {row.share_of_read:.0%} | {row.weights_per_s / 1e9:.1f} |",
                 flush=True,
             )
-        print("\n| GGUF type | bytes per weight | becomes | bytes per weight "
+        print("\n| foreign type | bytes per weight | becomes | bytes per weight "
               "| file GB/s per core | packed GB/s per core |")  # fmt: skip
         print("|---|---|---|---|---|---|")
-        for one in foreign_rows(num_bytes, args.repeat):
+        rows = chain(foreign_rows(num_bytes, args.repeat), coded_rows(num_bytes, args.repeat))
+        for one in rows:
             foreign.append(one)
             print(
                 f"| {one.name} | {one.file_bytes_per_weight:.2f} | {one.becomes} "

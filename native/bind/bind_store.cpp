@@ -162,9 +162,13 @@ class CodedRowPacker final : public store::RowPacker {
               "expected g_idx of input j to be j divided by the group, got another",
               "use a checkpoint that was quantised without desc_act"};
     }
-    return not_finite(tensor_.kind == CodedKind::Bytes
-                          ? "expected finite values only, got a code that is NaN"
-                          : "expected scales that are finite and fit, got another");
+    if (tensor_.kind == CodedKind::Bytes) {
+      return not_finite("expected finite values only, got a code that is NaN");
+    }
+    return not_finite(tensor_.factor == ScaleFactor::None
+                          ? "expected scales that are finite and fit, got another"
+                          : "expected scales that are finite with the number they share "
+                            "(weight_global_scale or weight_scale_2), got another");
   }
 
  private:
@@ -204,20 +208,53 @@ std::vector<store::RowSource> row_sources(const Table<int32_t, 2>& encoding,
   return sources;
 }
 
+CodedTensor to_coded(const CodedTuple& from) {
+  const auto& [index, kind, type, factor, group, zero_offset] = from;
+  return {parse_coded_kind(kind), parse_scale_type(type), parse_scale_factor(factor), group,
+          zero_offset};
+}
+
+// A matrix packed on the calling thread from its tensors' bytes: what reader threads do.
+nb::ndarray<nb::numpy, uint8_t> repack_coded(
+    const std::vector<std::pair<CodedTuple, ConstByteArray>>& tensors, const std::string& format,
+    int32_t rows, int32_t cols, int32_t group, float factor) {
+  const ExpertMatrix matrix{parse_format(format), rows, cols, group, 0};
+  const int64_t size = packed_bytes(matrix.format, rows, cols, checked_group(matrix.format, group));
+  std::vector<uint8_t> packed(static_cast<size_t>(size));
+  auto* dest = reinterpret_cast<std::byte*>(packed.data());
+  for (const auto& [tuple, bytes] : tensors) {
+    const CodedTensor tensor = to_coded(tuple);
+    const CodedRows stored = coded_rows(tensor, matrix);
+    if (static_cast<int64_t>(bytes.size()) != stored.rows * stored.row_bytes) {
+      throw Error(ErrorKind::Shape, "repack_coded: expected " +
+                                        std::to_string(stored.rows * stored.row_bytes) +
+                                        " bytes, got " + std::to_string(bytes.size()));
+    }
+    const int64_t bad = place_coded(reinterpret_cast<const std::byte*>(bytes.data()), tensor,
+                                    factor, matrix, 0, stored.rows, dest);
+    if (bad >= 0) {
+      throw Error(ErrorKind::Checkpoint, "weight is not finite: value " + std::to_string(bad) +
+                                             " of a coded tensor cannot be taken");
+    }
+  }
+  finish_coded(matrix, dest);
+  return to_numpy(std::move(packed), {static_cast<size_t>(size)});
+}
+
 // Every layer's matrices consist of the same tensors.
 std::vector<store::RowSource> coded_sources(const std::vector<CodedTuple>& coded, size_t num_layers,
                                             const ExpertLayout& layout) {
   std::vector<store::RowSource> sources;
-  for (const auto& [index, kind, type, factor, group, zero_offset] : coded) {
-    const CodedTensor tensor{parse_coded_kind(kind), parse_scale_type(type),
-                             parse_scale_factor(factor), group, zero_offset};
+  for (const CodedTuple& one : coded) {
+    const int32_t index = std::get<0>(one);
+    const CodedTensor tensor = to_coded(one);
     const CodedRows rows = coded_rows(tensor, matrix_of(layout, index));
     sources.push_back({index, rows.rows, rows.row_bytes, rows.row_values, rows.granule, 1,
                        std::make_shared<CodedRowPacker>(tensor)});
   }
-  const std::vector<store::RowSource> one = sources;
+  const std::vector<store::RowSource> of_layer = sources;
   for (size_t layer = 1; layer < num_layers; ++layer) {
-    sources.insert(sources.end(), one.begin(), one.end());
+    sources.insert(sources.end(), of_layer.begin(), of_layer.end());
   }
   return sources;
 }
@@ -432,6 +469,9 @@ void bind_lease(nb::module_& m) {
 }
 
 void bind_expert_store(nb::module_& m) {
+  m.def("repack_coded", &repack_coded, "tensors"_a, "format"_a, "rows"_a, "cols"_a, "group"_a,
+        "factor"_a = 1.0f,
+        "A packed matrix from (description, bytes) of the tensors that it is stored as.");
   nb::class_<ExpertStore, RecordSource>(m, "ExpertStore", "The owner of every expert byte.")
       .def(
           nb::new_([](std::vector<std::string> files, std::vector<int32_t> layers,

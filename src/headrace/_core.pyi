@@ -61,6 +61,14 @@ def pack_codes(
     group: int,
     name: str = "",
 ) -> Bytes: ...
+def repack_coded(
+    tensors: Sequence[tuple[tuple[int, str, str, str, int, int], Bytes]],
+    format: str,
+    rows: int,
+    cols: int,
+    group: int,
+    factor: float = 1.0,
+) -> Bytes: ...
 def repack_gguf(
     rows: Bytes, type: int, cols: int, format: str, group: int, name: str = ""
 ) -> Bytes: ...

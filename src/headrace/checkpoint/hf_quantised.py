@@ -7,11 +7,13 @@ says only how to read them.
 
 Source:
     The FP8 blocks of DeepSeek-V3's published weights; the packing of compressed-tensors, AutoAWQ's
-    GEMM kernels and GPTQ's version 1 and 2 files; the OCP microscaling formats, version 1.0.
+    GEMM kernels and GPTQ's version 1 and 2 files; the unified checkpoints of TensorRT Model
+    Optimizer; the OCP microscaling formats, version 1.0.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +39,7 @@ _SUFFIXES = {
     "pack-quantized": ("weight_packed", "weight_scale"),
     "nvfp4-pack-quantized": ("weight_packed", "weight_scale", "weight_global_scale"),
     "mxfp4-pack-quantized": ("weight_packed", "weight_scale"),
+    "modelopt": ("weight", "weight_scale", "weight_scale_2"),
     "awq": ("qweight", "qzeros", "scales"),
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
 }
@@ -45,6 +48,13 @@ _OTHERS = (
     "weight_shape", "weight_zero_point", "weight_g_idx", "input_scale", "input_global_scale",
     "activation_scale",
 )  # fmt: skip
+_FACTORS = {
+    "nvfp4": ("weight_global_scale", "divides"),
+    "modelopt": ("weight_scale_2", "multiplies"),
+}
+"""Family of methods -> the number that all scales of a matrix share, and what it does to them."""
+_CODE_TYPES = ("F8_E4M3", "U8")
+"""No weight is of these without scales."""
 Arrays = dict[str, np.ndarray]
 
 
@@ -63,6 +73,21 @@ class Quantised:
     """Inputs that share a scale in the file."""
     zero_offset: int = 0
     """Added to a stored zero point."""
+
+    @property
+    def family(self) -> str:
+        """The method without what its name says of the packing."""
+        return self.method.split("-")[0]
+
+    @property
+    def factor_entry(self) -> TensorEntry | None:
+        """Where the number lies that all scales share, if there is one."""
+        return self.parts[_FACTORS[self.family][0]] if self.family in _FACTORS else None
+
+    @property
+    def factor_use(self) -> str:
+        """What that number does to scales: "multiplies" or "divides"; else "none"."""
+        return _FACTORS[self.family][1] if self.family in _FACTORS else "none"
 
     def info(self) -> TensorInfo:
         """Describe the matrix in memory."""
@@ -90,7 +115,7 @@ class Quantised:
             arrays: the stored tensors; floating ones as float32, e4m3 as its bits.
         """
         with np.errstate(all="ignore"):  # packing refuses the NaN or infinity that comes of it
-            codes, scales, zeros = getattr(self, "_" + self.method.split("-")[0])(arrays)
+            codes, scales, zeros = getattr(self, "_" + self.family)(arrays)
         scales = self._spread(scales)
         minimums = None if zeros is None else -self._spread(zeros) * scales
         return np.ascontiguousarray(codes[:, : self.shape[1]]), scales, minimums
@@ -116,6 +141,10 @@ class Quantised:
     def _nvfp4(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray, None]:
         scales = e4m3_to_float(arrays["weight_scale"]) / arrays["weight_global_scale"].reshape(())
         return _TWICE_E2M1[_nibbles(arrays["weight_packed"])], scales * np.float32(0.5), None
+
+    def _modelopt(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray, None]:
+        scales = e4m3_to_float(arrays["weight_scale"]) * arrays["weight_scale_2"].reshape(())
+        return _TWICE_E2M1[_nibbles(arrays["weight"])], scales * np.float32(0.5), None
 
     def _mxfp4(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray, None]:
         return _nibbles(arrays["weight_packed"]), _powers(arrays["weight_scale"]), None
@@ -143,13 +172,17 @@ class Quantised:
 
 
 def find_quantised(
-    config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorEntry],
+    experts: re.Pattern[str] | None = None,
 ) -> tuple[dict[str, Quantised], dict[str, TensorEntry]]:
     """Split a checkpoint's tensors into quantised matrices and plain tensors.
 
     Args:
         config: of the checkpoint; without `quantization_config` nothing is quantised.
         tensors: of all files.
+        experts: matches the weights of experts. Of these nothing but headers is read: they are
+            many, and their shapes are held against each other.
 
     Returns:
         Matrices by the name of their weight, and all tensors that belong to none.
@@ -174,9 +207,18 @@ def find_quantised(
                     f"tensor is missing: {module}.{suffix}\n"
                     f"expected it beside {parts[key].name}, file {parts[key].path}"
                 )
-        found[module + ".weight"] = _describe(module + ".weight", method, parts, zero_offset)
+        name = module + ".weight"
+        is_expert = experts is not None and experts.fullmatch(name) is not None
+        stated = None if is_expert else _stated_cols(parts)
+        found[name] = _describe(name, method, parts, zero_offset, stated)
     taken = {entry.name for matrix in found.values() for entry in matrix.parts.values()}
     rest = {name: entry for name, entry in tensors.items() if name not in taken}
+    for name, entry in rest.items():
+        if name.endswith(".weight") and entry.dtype in _CODE_TYPES:
+            raise CheckpointError(
+                f"tensor is missing: {name.removesuffix('weight')}{needed[1]}\n"
+                f"expected it beside {name}, which is {entry.dtype}, file {entry.path}"
+            )
     return found, rest
 
 
@@ -197,7 +239,10 @@ def _read_method(settings: Any) -> tuple[str, int]:
                 is_read = (weights.get("num_bits"), weights.get("type")) == (4, "int")
                 _require(settings, "weights of 4 bits, type int", is_read)
         return str(method), 0
-    _require(settings, "", method in ("fp8", "awq", "gptq"))
+    _require(settings, "", method in ("fp8", "awq", "gptq", "modelopt"))
+    if method == "modelopt":
+        _require(settings, "quant_algo NVFP4", settings.get("quant_algo") == "NVFP4")
+        return "modelopt", 0
     if method == "fp8":
         tile = settings.get("weight_block_size")
         _require(settings, "weight_block_size [128, 128]", tile == [FP8_TILE, FP8_TILE])
@@ -226,16 +271,40 @@ def _require(settings: Mapping[str, Any], what: str, is_so: bool) -> None:
         f"quantization_config is not supported: {str(got)[:300]}\n"
         + (f"expected {what}\n" if what else "")
         + "read are: fp8 (128 x 128 blocks), awq (gemm, 4 bits), gptq (4 bits, without desc_act), "
-        "and of compressed-tensors pack-quantized (4 bits), nvfp4-pack-quantized and "
-        "mxfp4-pack-quantized"
+        "modelopt (NVFP4), and of compressed-tensors pack-quantized (4 bits), nvfp4-pack-quantized "
+        "and mxfp4-pack-quantized"
     )
 
 
+def _stated_cols(parts: Mapping[str, TensorEntry]) -> int | None:
+    """The inputs that a matrix states beside its codes, which may pad them; None if it does not."""
+    if "weight_shape" not in parts:
+        return None
+    codes, entry = parts["weight_packed"], parts["weight_shape"]
+    stated = tuple(int(n) for n in _read(entry))
+    if not any(stated):
+        return None  # a model that is only planned: headers and no data
+    rows, cols = codes.shape if len(codes.shape) == 2 else (0, 0)
+    if len(stated) != 2 or stated[0] != rows or not 8 * cols - 8 < stated[1] <= 8 * cols:
+        raise CheckpointError(
+            f"stated shape does not fit the codes: {entry.name}, file {codes.path}\n"
+            f"expected [{rows}, {8 * cols}], got {list(stated)}"
+        )
+    return stated[1]
+
+
 def _describe(
-    name: str, method: str, parts: Mapping[str, TensorEntry], zero_offset: int
+    name: str,
+    method: str,
+    parts: Mapping[str, TensorEntry],
+    zero_offset: int,
+    stated_cols: int | None,
 ) -> Quantised:
     codes = parts[_SUFFIXES[method][0]]
-    _require_type(codes, {"fp8": "F8_E4M3"}.get(method) or ("U8" if "fp4" in method else "I32"))
+    _require_type(
+        codes,
+        {"fp8": "F8_E4M3", "modelopt": "U8"}.get(method) or ("U8" if "fp4" in method else "I32"),
+    )
     if len(codes.shape) != 2 or 0 in codes.shape:
         raise CheckpointError(
             f"tensor has the wrong shape: {codes.name}, file {codes.path}\n"
@@ -249,17 +318,10 @@ def _describe(
         shape = (8 * cols, rows) if method == "awq" else (cols, 8 * rows)
         num_groups, format = (scale.shape or (0,))[0], "q4a"
     elif method == "pack-quantized":
-        shape, format = (rows, 8 * cols), "q4a" if "weight_zero_point" in parts else "q4f"
-        if "weight_shape" in parts:
-            stated = tuple(int(n) for n in _read(parts["weight_shape"]))
-            if len(stated) != 2 or stated[0] != rows or not 8 * cols - 8 < stated[1] <= 8 * cols:
-                raise CheckpointError(
-                    f"stated shape does not fit the codes: {parts['weight_shape'].name}, "
-                    f"file {codes.path}\nexpected [{rows}, {8 * cols}], got {list(stated)}"
-                )
-            shape = (rows, stated[1])
+        shape = rows, stated_cols or 8 * cols
+        format = "q4a" if "weight_zero_point" in parts else "q4f"
     elif method != "fp8":
-        shape, format = (rows, 2 * cols), "q8f" if method.startswith("nv") else "mxfp4"
+        shape, format = (rows, 2 * cols), "q8f" if "mxfp4" not in method else "mxfp4"
     stored = FP8_TILE if method == "fp8" else shape[1] // max(num_groups, 1)
     group = max((g for g in _PACKED_GROUPS[format] if stored and stored % g == 0), default=0)
     if not group or (method != "fp8" and stored * num_groups != shape[1]):
@@ -273,21 +335,23 @@ def _describe(
 
 
 def _check_shapes(matrix: Quantised, num_groups: int) -> None:
-    (rows, cols), method = matrix.shape, matrix.method
+    rows, cols = matrix.shape
     expected: dict[str, tuple[tuple[int, ...], ...]] = {
         "weight_scale": ((rows, num_groups),),
         "weight_scale_inv": ((-(-rows // FP8_TILE), num_groups),),
         "weight_zero_point": ((-(-rows // 8), num_groups),),
         "weight_global_scale": ((1,), ()),
+        "weight_scale_2": ((1,), ()),
         "weight_g_idx": ((cols,),),
         "g_idx": ((cols,),),
         "scales": ((num_groups, rows),),
         "qzeros": ((num_groups, rows // 8),),
     }
-    types = {"weight_scale": {"nvfp4": "F8_E4M3", "mxfp4": "U8"}.get(method.split("-")[0], "float"),
+    coded = {"nvfp4": "F8_E4M3", "modelopt": "F8_E4M3", "mxfp4": "U8"}
+    types = {"weight_scale": coded.get(matrix.family, "float"),
              "weight_scale_inv": "scale", "weight_zero_point": "I32", "weight_g_idx": "I32",
-             "g_idx": "I32", "qzeros": "I32", "scales": "float", "weight_global_scale": "float",
-             }  # fmt: skip
+             "g_idx": "I32", "qzeros": "I32", "scales": "float", "weight_global_scale": "F32",
+             "weight_scale_2": "F32"}  # fmt: skip
     for suffix, shapes in expected.items():
         entry = matrix.parts.get(suffix)
         if entry is None:

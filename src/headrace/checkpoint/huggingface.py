@@ -27,12 +27,14 @@ from headrace.checkpoint.base import (
     require_dimensions,
     to_float32,
 )
+from headrace.checkpoint.hf_coded import CodedExperts, make_coded_table, split_coded
 from headrace.checkpoint.hf_fused import split_fused
-from headrace.checkpoint.hf_quantised import Quantised, find_quantised
+from headrace.checkpoint.hf_quantised import find_quantised
 from headrace.checkpoint.records import (
     FLOAT_FORMATS,
     ExpertNames,
     ExpertTensors,
+    RecordTable,
     expert_regex,
     group_experts,
     make_in_place_table,
@@ -70,7 +72,7 @@ class HuggingFaceCheckpoint(Checkpoint):
 
         Raises:
             CheckpointError: what `read_directory` raises, or experts that form no full set.
-            UnsupportedModelError: experts in a dtype other than bf16, f16 and f32.
+            UnsupportedModelError: experts in a dtype that is not read, or stored in several ways.
         """
         self.path = path
         self.config = read_config(path)
@@ -80,28 +82,56 @@ class HuggingFaceCheckpoint(Checkpoint):
         for header in headers:
             self.entries.update(header.tensors)
         self.experts: ExpertTensors = {}
-        self.quantised, plain = find_quantised(self.config, self.entries)
+        self.coded_experts: CodedExperts = {}
+        regex = None if expert_names is None else expert_regex(expert_names)
+        self.quantised, plain = find_quantised(self.config, self.entries, regex)
         self._dense: Mapping[str, TensorEntry] = plain
         if expert_names is not None:
-            _refuse_experts(self.quantised, expert_names)
+            self.coded_experts, self.quantised = split_coded(self.quantised, expert_names)
             fused, rest = split_fused(plain, expert_names)
             single, self._dense = group_experts(rest, expert_names)
             self.experts = _join(fused, single, path)
         first_mtp = first_mtp_layer(self.config)
         num_experts = config_num_experts(self.config)
-        main = sorted(n for n in self.experts if first_mtp is None or n < first_mtp)
-        mtp = sorted(set(self.experts) - set(main))
+        layers = {*self.experts, *self.coded_experts}
+        main = sorted(n for n in layers if first_mtp is None or n < first_mtp)
+        mtp = sorted(layers - set(main))
         if expert_names is not None and not main:
             raise CheckpointError(
                 f"no experts: {path}\nexpected tensors named like {expert_names.pattern}"
             )
-        self.records = make_in_place_table(self.experts, main, num_experts) if main else None
-        self.mtp_records = make_in_place_table(self.experts, mtp, num_experts) if mtp else None
+        self.records = self._make_table(main, num_experts) if main else None
+        self.mtp_records = self._make_table(mtp, num_experts) if mtp else None
         infos = {name: _describe(entry) for name, entry in self._dense.items()}
         infos |= {name: matrix.info() for name, matrix in self.quantised.items()}
         self.tensors = {n: i for n, i in infos.items() if not is_mtp_name(n, first_mtp)}
         self.mtp_tensors = {n: i for n, i in infos.items() if is_mtp_name(n, first_mtp)}
         self.fingerprint = _fingerprint(path, headers)
+
+    def _make_table(self, layers: list[int], num_experts: int | None) -> RecordTable:
+        """Describe experts that are all stored as values, or all in codes."""
+        plain = [n for n in layers if n in self.experts]
+        coded = [n for n in layers if n in self.coded_experts]
+        if plain and coded:
+            raise UnsupportedModelError(
+                f"experts are stored as values and in codes: {self.path}\n"
+                f"expected one way in all layers, got values in layer {plain[0]} and codes in "
+                f"layer {coded[0]}"
+            )
+        if coded:
+            return make_coded_table(self.coded_experts, layers, num_experts)
+        return make_in_place_table(self.experts, layers, num_experts)
+
+    def require_plain_experts(self) -> None:
+        """Raise UnsupportedModelError if experts are stored in codes, for who wants values."""
+        for layer, by_expert in self.coded_experts.items():
+            matrix = by_expert[min(by_expert)]["gate"]
+            raise UnsupportedModelError(
+                f"experts are stored in codes ({matrix.method}): {matrix.name}, layer {layer}, "
+                f"checkpoint {self.path}\nexpected experts in BF16, F16 or F32 here\n"
+                "hint: the checkpoint runs as it is; to store it otherwise, convert from the "
+                "original weights"
+            )
 
     def entry(self, name: str) -> TensorEntry:
         """Return where a dense tensor of a floating dtype lies.
@@ -175,17 +205,6 @@ def open_rows(entry: TensorEntry, format: str, resident: bool) -> EmbeddingTable
     read_range(entry.path, entry.offset, data)
     check_finite(data, format, entry.name, entry.path)
     return EmbeddingTable(data.reshape(rows, row_bytes), rows, cols, format)
-
-
-def _refuse_experts(quantised: Mapping[str, Quantised], names: ExpertNames) -> None:
-    regex = expert_regex(names)
-    for name, matrix in quantised.items():
-        if regex.fullmatch(name):
-            raise UnsupportedModelError(
-                f"experts are quantised ({matrix.method}): {name}, file "
-                f"{next(iter(matrix.parts.values())).path}\n"
-                "expected experts in BF16, F16 or F32; other matrices may be quantised"
-            )
 
 
 def _join(fused: ExpertTensors, single: ExpertTensors, path: Path) -> ExpertTensors:

@@ -15,7 +15,13 @@ from typing import Any
 import numpy as np
 
 from headrace.arrays import Float32
-from headrace.checkpoint import Checkpoint, GgufCheckpoint, open_checkpoint, read_config
+from headrace.checkpoint import (
+    Checkpoint,
+    GgufCheckpoint,
+    HuggingFaceCheckpoint,
+    open_checkpoint,
+    read_config,
+)
 from headrace.checkpoint.gguf_blocks import BLOCK_VALUES, TYPE_OF_FORMAT
 from headrace.checkpoint.gguf_header import GgufTensor
 from headrace.checkpoint.gguf_names import (
@@ -99,6 +105,8 @@ def make_gguf_plan(path: Path, recipe: GgufRecipe) -> GgufPlan:
     """
     spec = load_spec(read_config(path))
     source = open_checkpoint(path, expert_names(spec))
+    if isinstance(source, HuggingFaceCheckpoint):
+        source.require_plain_experts()
     check_weights(spec, source)
     tokenizer = Tokenizer.of(source)
     _require_computable(spec, path)

@@ -87,6 +87,7 @@ def make_plan(path: Path, recipe: Recipe) -> ConvertPlan:
             f"source is no Hugging Face checkpoint but a {source.kind}: {path}\n"
             "hint: it runs as it is; to store it otherwise, convert from the original weights"
         )
+    source.require_plain_experts()
     check_weights(spec, source)
     Tokenizer.of(source)  # refused now as it would be by whoever runs the container
     names = REGISTRY[spec.model_type].names
