@@ -26,6 +26,8 @@ from headrace.checkpoint.layout import DENSE_NAME, Recipe
 from headrace.checkpoint.safetensors import TensorEntry, read_header
 from headrace.convert import Progress, convert
 from headrace.convert.plan import ConvertPlan, make_plan
+from headrace.convert.recipe import preset_for
+from headrace.convert.source import dense_entries, open_source, record_entries
 from headrace.errors import CheckpointError, ConfigError
 from headrace.hub import (
     NUM_CONNECTIONS,
@@ -112,7 +114,7 @@ def pull(repository: Repository, folder: Path, show: Show = lambda *_: None) -> 
 
 
 def pull_converted(
-    repository: Repository, folder: Path, recipe: Recipe, show: Show = lambda *_: None
+    repository: Repository, folder: Path, recipe: Recipe | str, show: Show = lambda *_: None
 ) -> PullReport:
     """Download a checkpoint and convert it on the way; the folder becomes the container.
 
@@ -122,7 +124,7 @@ def pull_converted(
     Args:
         repository: what to download.
         folder: the container to make.
-        recipe: how weights are stored.
+        recipe: how weights are stored; or the name of a preset.
         show: as in `pull`.
 
     Raises:
@@ -133,6 +135,8 @@ def pull_converted(
         shutil.rmtree(source)  # headers and holes: cheaper made anew than checked
     try:
         write_skeleton(repository, source, with_samples=True)
+        if isinstance(recipe, str):
+            recipe = preset_for(recipe, open_source(source)[1])
         plan = make_plan(source, recipe)
         supply = RemoteSupply(repository, source)
         weights = max(0, sum(plan.file_bytes().values()) - _written_bytes(folder))
@@ -218,11 +222,10 @@ def _read_kept(path: Path, data_start: int) -> dict[int, bytes]:
 def _largest_step(plan: ConvertPlan, supply: RemoteSupply) -> int:
     """Return the most bytes of the source that one file of the container is made of."""
     steps: dict[str, list[TensorEntry]] = {
-        DENSE_NAME: [e for t in plan.tensors for e in plan.source.entries_of(t.name)]
+        DENSE_NAME: [e for t in plan.tensors for e in dense_entries(plan.source, t.name)]
     }
     for layer in plan.layers:
-        by_expert = plan.source.experts[layer].values()
-        steps[str(layer)] = [entry for by_role in by_expert for entry in by_role.values()]
+        steps[str(layer)] = record_entries(plan.source, layer)
     return max(sum(n for _, _, n in supply.ranges(entries)) for entries in steps.values())
 
 

@@ -18,6 +18,10 @@ from headrace import quant
 from headrace.arrays import Bytes, Float32
 from headrace.errors import CheckpointError, ConfigError
 
+SEARCH_VERSION = 1
+"""Raised with every change of the bytes that the search finds: a conversion that another version
+began cannot be finished by this one.
+"""
 SEARCHED = ("q4", "q8", "mxfp4")
 """Formats whose scales are searched."""
 Q4_DIVISORS = (-8.0, *(-t / 4 for t in range(24, 39) if t != 32))

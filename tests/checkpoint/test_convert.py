@@ -462,7 +462,7 @@ def test_two_writers_of_one_container_are_kept_apart(tmp_path: Path) -> None:
 def test_container_is_no_source(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "out", Recipe())
-    with pytest.raises(CheckpointError, match="but a container"):
+    with pytest.raises(CheckpointError, match="a container already"):
         convert(tmp_path / "out", tmp_path / "again", Recipe())
 
 

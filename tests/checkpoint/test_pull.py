@@ -12,6 +12,7 @@ from hub_server import COMMIT, HubServer, serve
 
 from headrace import hub
 from headrace import pull as pull_module
+from headrace.checkpoint.container import is_container
 from headrace.checkpoint.layout import Recipe
 from headrace.cli.app import _run
 from headrace.config import EngineConfig
@@ -160,6 +161,11 @@ def test_the_commands(server: HubServer, capsys: pytest.CaptureFixture[str]) -> 
     assert _run(["pull", REPO, "--offline", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["already_there"] is True
     assert _run(["inspect", REPO]) == 0
+    made = pulled_folder(REPO).parent / "made"
+    assert _run(["convert", REPO, str(made)]) == 0
+    assert is_container(made)
+    assert _run(["convert", "nobody/nothing", str(made)]) != 0
+    assert "run `headrace pull nobody/nothing`" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_command_converts(server: HubServer, capsys: pytest.CaptureFixture[str]) -> None:

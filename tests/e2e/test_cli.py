@@ -166,7 +166,7 @@ def test_wrong_usage_exits_2(cli: Any, arguments: list[str]) -> None:
         (["run", "{tiny}", "x", "--chat"], None),
         (["plan", "{tiny}", "--context", "9999"], "at most 128 tokens"),
         (["inspect", "./missing"], "no such model"),
-        (["convert", "./missing", "./dest"], "no such file or directory: missing"),
+        (["convert", "./missing", "./dest"], "no such model: missing"),
         (["run", "{notok}", "x"], "tokenizer is missing"),
     ],
 )

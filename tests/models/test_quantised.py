@@ -15,6 +15,7 @@ from headrace import _core
 from headrace.checkpoint import open_checkpoint
 from headrace.checkpoint.layout import Recipe
 from headrace.convert import convert
+from headrace.convert.recipe import KEPT_WHOLE, default_for
 from headrace.errors import CheckpointError, EngineError, UnsupportedModelError
 
 HIDDEN, INNER, VOCAB = 128, 256, 64
@@ -113,6 +114,25 @@ def test_convert_takes_the_real_numbers(case: str, tmp_path: Path) -> None:
         convert(tmp_path / name, tmp_path / f"{name}.hr", Recipe(dense="q4"))
         made.append((tmp_path / f"{name}.hr" / "dense.safetensors").read_bytes())
     assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_convert_keeps_the_codes(case: str, tmp_path: Path) -> None:
+    settings, make, format, group = CASES[case]
+    _write(tmp_path / "codes", settings, make)
+    tokenizer = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    text = json.dumps({"version": "1.0", "model": tokenizer})
+    (tmp_path / "codes" / "tokenizer.json").write_text(text)
+    source = open_checkpoint(tmp_path / "codes", None)
+    assert default_for(source) == KEPT_WHOLE
+    report = convert(tmp_path / "codes", tmp_path / "out", KEPT_WHOLE)
+    assert not report.losses
+    made = open_checkpoint(tmp_path / "out", None)
+    assert made.info(Q + "weight").format == format
+    assert made.info(Q + "weight").group == group
+    ids = [3, 1, 4, 1, 5, 9, 2, 6]
+    wanted, got = (run(open_model(c.path)[0], None, ids, [8]) for c in (source, made))
+    np.testing.assert_array_equal(got.view(np.uint32), wanted.view(np.uint32))
 
 
 def _expand(tensors: Tensors, dtypes: dict[str, str], values: dict[str, np.ndarray]) -> None:

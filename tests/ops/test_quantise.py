@@ -1,5 +1,7 @@
 """Packing with searched scales: native against quant_search.py, byte for byte, and what it wins."""
 
+import hashlib
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -140,3 +142,15 @@ def test_wrong_arguments_are_refused() -> None:
         _core.quantise(w, "bf16", 1)
     with pytest.raises(ShapeError, match="importance"):
         _core.quantise(w, "q4", 32, np.ones(63, np.float32))
+
+
+def test_the_version_belongs_to_the_bytes() -> None:
+    """A change of these bytes needs another SEARCH_VERSION, and then another digest here."""
+    rng = np.random.default_rng(3)
+    w = (rng.integers(-999, 1000, (32, 192)) / 1024).astype(np.float32)
+    importance = (1 + rng.integers(0, 9, 192)).astype(np.float32)
+    digest = hashlib.sha256()
+    for format, group in FORMATS:
+        for counts in (None, importance):
+            digest.update(_core.quantise(w, format, group, counts)[0].tobytes())
+    assert (quant_search.SEARCH_VERSION, digest.hexdigest()[:16]) == (1, "78769cd1f2777bb9")

@@ -33,6 +33,7 @@ from headrace.checkpoint.layout import (
     DENSE_NAME,
     FORMAT_NAME,
     FORMAT_VERSION,
+    KEEP,
     KEPT,
     KINDS,
     MANIFEST_NAME,
@@ -330,8 +331,11 @@ class _ManifestReader:
         """Raise CheckpointError unless every matrix is stored as the recipe says.
 
         Routers keep the source's floating format whatever the recipe; so may any dense matrix. What
-        a source had quantised may be kept as it was.
+        a source had quantised may be kept as it was, and is in a recipe that says `keep`; GGUF has
+        embedding tables in any format, which no recipe changes.
         """
+        if KEEP in recipe.formats or self.object(self.manifest, "source").get("kind") == "gguf":
+            return
         ruled = {(rule.format, rule.group) for rule in recipe.rules}
         for matrix in layout.matrices if layout is not None else ():
             expected = (recipe.experts, recipe.group_of(recipe.experts))

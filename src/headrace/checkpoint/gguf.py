@@ -192,9 +192,15 @@ class GgufCheckpoint(Checkpoint):
         """For each row as Hugging Face orders them, its place in the file."""
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         for role, key in heads.items():
-            if self.architecture.has_paired_rope and name.endswith(f"self_attn.{role}.weight"):
+            if self.has_own_row_order(name) and name.endswith(f"{role}.weight"):
                 return paired_rows(rows, self.config[key])
         return np.arange(rows)
+
+    def has_own_row_order(self, name: str) -> bool:
+        """Whether the file orders a matrix's rows otherwise than Hugging Face."""
+        return self.architecture.has_paired_rope and name.endswith(
+            ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
+        )
 
     def expert_tensors(self) -> dict[str, GgufTensor]:
         """Tensors that hold experts of a layer, by their name in the file; none if dense."""

@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 PARTIAL_SUFFIX = ".partial"
 _JOURNAL = "journal"
 _BINDING = "binding.json"
+_QUANTISER = "quantiser"
 _PLACE = "source_path"
 """Where the source lay: beside what binds, so that a changed source is told from another one."""
 
@@ -103,7 +104,9 @@ class Journal:
         """Whether all files are written and only the rename is missing."""
         return (self.partial / MANIFEST_NAME).is_file()
 
-    def begin(self, binding: dict[str, Any], place: str | None = None) -> bool:
+    def begin(
+        self, binding: dict[str, Any], place: str | None = None, quantiser: int | None = None
+    ) -> bool:
         """Create the directory, or accept the one that an earlier run with the same binding left.
 
         One of another binding is emptied, with a notice in the log, if nothing in it is finished or
@@ -113,6 +116,8 @@ class Journal:
             binding: what makes two containers the same, under the keys of the manifest: format
                 version, recipe, source.
             place: where the source lies, if it is files.
+            quantiser: version of the search for scales; files of two versions are never mixed.
+                None if nothing is searched.
 
         Returns:
             whether earlier work is resumed.
@@ -126,6 +131,8 @@ class Journal:
             manifest = read_object(self.partial / MANIFEST_NAME)
             self._require_same({key: manifest.get(key) for key in binding}, binding)
             return True
+        if quantiser is not None:
+            binding = {**binding, _QUANTISER: quantiser}
         if (self.directory / _BINDING).is_file():
             found = read_object(self.directory / _BINDING)
             found_place = found.pop(_PLACE, None)

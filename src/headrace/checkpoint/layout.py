@@ -41,7 +41,10 @@ _SAFETENSORS_NAMES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 
 
 SCALES = ("largest", "search")
-_EXPERT_FORMATS = ("q4", "q8", "bf16", "mxfp4")
+KEEP = "keep"
+"""In place of a format: the one that the source's reader gives a matrix; nothing is rounded."""
+_DENSE_FORMATS = (KEEP, "q8", "q4", "bf16")
+_EXPERT_FORMATS = (KEEP, "q4", "q8", "bf16", "mxfp4")
 
 
 @dataclass(frozen=True)
@@ -55,12 +58,14 @@ class Rule:
 
     def __post_init__(self) -> None:
         _require("rule's format", self.format, _EXPERT_FORMATS)
-        _require(f"group of {self.format}", self.group, _GROUPS[self.format])
+        _require(f"group of {self.format}", self.group, _GROUPS.get(self.format, (1,)))
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How weights are stored. `group` is the inputs per scale of q4; q8 and mxfp4 have 32."""
+    """How weights are stored. `group` is the inputs per scale of q4; q8 and mxfp4 have 32, what is
+    kept has its own.
+    """
 
     experts: str = "q4"
     dense: str = "q8"
@@ -76,17 +81,23 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _require("experts", self.experts, _EXPERT_FORMATS)
-        _require("dense", self.dense, ("q8", "q4", "bf16"))
+        _require("dense", self.dense, _DENSE_FORMATS)
         _require("group", self.group, (32, 64))
         if self.head is not None:
-            _require("head", self.head, ("q8", "q4", "bf16"))
+            _require("head", self.head, _DENSE_FORMATS)
         _require("scales", self.scales, SCALES)
         if self.importance is not None and self.scales != "search":
             raise ConfigError("an importance matrix does nothing unless scales are searched")
 
     def group_of(self, format: str) -> int:
         """Return the inputs per scale that this recipe gives a format."""
-        return self.group if format == "q4" else _GROUPS[format][0]
+        return self.group if format == "q4" else _GROUPS.get(format, (1,))[0]
+
+    @property
+    def formats(self) -> frozenset[str]:
+        """Every format that it names."""
+        named = {self.experts, self.dense, *(rule.format for rule in self.rules)}
+        return frozenset(named if self.head is None else named | {self.head})
 
     def describe(self) -> dict[str, Any]:
         """Return the recipe's entry in the manifest: what has its default is left out, but for the

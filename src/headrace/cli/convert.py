@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 def command(
     source: Annotated[
         Path,
-        typer.Argument(help="a Hugging Face checkpoint directory; for GGUF any model, or `demo`"),
+        typer.Argument(
+            help="a Hugging Face checkpoint directory, a GGUF file, or the id of a pulled model; "
+            "to write GGUF any model, or `demo`"
+        ),
     ],
     dest: Annotated[
         Path, typer.Argument(help="the container to make, or a file that ends in .gguf")
@@ -27,14 +30,14 @@ def command(
     experts: Annotated[
         str | None,
         typer.Option(
-            help="format of experts: q4, q8, mxfp4 or bf16; in GGUF also f32",
-            show_default="q4; in GGUF as in the source",
+            help="format of experts: keep, q4, q8, mxfp4 or bf16; in GGUF also f32",
+            show_default="q4; keep if the source is quantised; in GGUF as in the source",
         ),
     ] = None,
     group: Group = None,
     head: Annotated[
         str | None,
-        typer.Option(help="format of the head: q8, q4 or bf16", show_default="as --dense"),
+        typer.Option(help="format of the head: keep, q8, q4 or bf16", show_default="as --dense"),
     ] = None,
     preset: Annotated[
         str | None, typer.Option(help="a whole recipe: small, balanced or faithful")
@@ -71,15 +74,16 @@ def command(
     dense: Annotated[
         str | None,
         typer.Option(
-            help="format of everything else: q8, q4 or bf16; in GGUF also mxfp4 and f32",
-            show_default="q8; in GGUF as in the source",
+            help="format of everything else: keep, q8, q4 or bf16; in GGUF also mxfp4 and f32",
+            show_default="q8; keep if the source is quantised; in GGUF as in the source",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Write DEST, a container of SOURCE that is read without repacking.
 
-    A conversion that was stopped goes on where it was when called again. If DEST ends in .gguf, one
+    Of a source that is quantised already codes and scales are kept unless a format is asked for. A
+    conversion that was stopped goes on where it was when called again. If DEST ends in .gguf, one
     file for llama.cpp and its kin is written instead, by default without loss.
     """
     if dest.suffix == ".gguf":
@@ -97,7 +101,10 @@ def command(
                 raise typer.BadParameter(f"{option} does nothing for a GGUF file")
         _write_gguf(source, dest, experts, dense, as_json)
         return
-    recipe = _recipe(experts, group, dense, head, preset, recipe_file, scales)
+    from headrace.llm import resolve_model
+
+    recipe = _recipe(source, experts, group, dense, head, preset, recipe_file, scales)
+    source = resolve_model(source)
     texts = _Texts(importance, calibrate, report, memory)
     texts.check(recipe, dry_run)
     if dry_run:
@@ -132,6 +139,7 @@ class _Texts:
 
 
 def _recipe(
+    source: Path,
     experts: str | None,
     group: int | None,
     dense: str | None,
@@ -142,7 +150,10 @@ def _recipe(
 ) -> "Recipe":
     from dataclasses import replace
 
-    from headrace.convert.recipe import PRESETS, read_recipe
+    from headrace.checkpoint.layout import KEEP
+    from headrace.convert.recipe import PRESETS, default_for, preset_for, read_recipe
+    from headrace.convert.source import open_source
+    from headrace.llm import resolve_model
 
     options = {"--experts": experts, "--group": group, "--dense": dense, "--head": head}
     given = [name for name, value in options.items() if value is not None]
@@ -151,30 +162,38 @@ def _recipe(
     if given and (preset is not None or recipe_file is not None):
         whole = "--preset" if preset is not None else "--recipe"
         raise typer.BadParameter(f"{given[0]} contradicts {whole}, which is a whole recipe")
+    if preset is not None and preset not in PRESETS:
+        raise typer.BadParameter(f"unknown preset {preset!r}; expected one of {', '.join(PRESETS)}")
+    with usage():
+        make_recipe(experts, group, dense, head)  # wrong values first, before any file is opened
+        recipe = None if recipe_file is None else read_recipe(recipe_file)
+    checkpoint = open_source(resolve_model(source))[1]
     if preset is not None:
-        if preset not in PRESETS:
-            raise typer.BadParameter(
-                f"unknown preset {preset!r}; expected one of {', '.join(PRESETS)}"
-            )
-        recipe = PRESETS[preset]
-    elif recipe_file is not None:
-        with usage():
-            recipe = read_recipe(recipe_file)
-    else:
-        recipe = make_recipe(experts, group, dense, head)
+        recipe = preset_for(preset, checkpoint)
+    elif recipe is None:
+        default = default_for(checkpoint)
+        recipe = make_recipe(experts or default.experts, group, dense or default.dense, head)
+    if recipe.formats == {KEEP}:
+        if scales is not None:
+            raise typer.BadParameter("--scales does nothing: no weight is rounded")
+        return recipe
     with usage():
         return replace(recipe, scales=scales or "search")
 
 
 def _print_sizes(source: Path, recipe: "Recipe", as_json: bool) -> None:
+    from headrace.cli.report import say
     from headrace.convert.plan import make_plan
     from headrace.metrics import format_bytes
 
     plan = make_plan(source, recipe)
     classes, total = plan.class_bytes(), sum(plan.file_bytes().values())
     if as_json:
-        print(json.dumps({"recipe": recipe.describe(), "classes": classes, "total_bytes": total}))
+        sizes = {"recipe": recipe.describe(), "classes": classes, "total_bytes": total}
+        print(json.dumps({**sizes, "requantised": plan.requantised}))
         return
+    for kind, held in plan.requantised.items():
+        say(f"{kind}: quantised twice: the source holds codes, {held}", style="yellow")
     for name, size in classes.items():
         print(f"{name:14} {format_bytes(size)}")
     print(f"{'in all':14} {format_bytes(total)}")

@@ -78,11 +78,11 @@ def command(
     _report(hub_id, report, as_json)
 
 
-def _recipe(name: str | None) -> "Recipe | None":
+def _recipe(name: str | None) -> "Recipe | str | None":
     from headrace.convert.recipe import PRESETS, read_recipe
 
     if name is None or name in PRESETS:
-        return None if name is None else PRESETS[name]
+        return name
     path = Path(name)
     if not path.is_file():
         raise typer.BadParameter(

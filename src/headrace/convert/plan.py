@@ -1,21 +1,25 @@
 """What a conversion will write, worked out from headers before a byte of weights is read."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from headrace.checkpoint import HuggingFaceCheckpoint, TensorInfo, open_checkpoint, read_config
-from headrace.checkpoint.base import CONFIG_NAME, GENERATION_CONFIG_NAME
-from headrace.checkpoint.huggingface import tokenizer_files
-from headrace.checkpoint.layout import DenseTensor, Recipe, dense_order, weight_file_bytes
-from headrace.checkpoint.records import FLOAT_FORMATS, RecordLayout, make_record_layout
+from headrace.checkpoint import Checkpoint, TensorInfo
+from headrace.checkpoint.layout import (
+    KEEP,
+    DenseTensor,
+    Recipe,
+    dense_order,
+    weight_file_bytes,
+)
+from headrace.checkpoint.records import RecordLayout, make_record_layout
 from headrace.convert.recipe import EXPERT_ROLES, Assignment, tensor_class
-from headrace.errors import CheckpointError, UnsupportedModelError
+from headrace.convert.source import FLOATING, open_source, small_files, table_of
+from headrace.errors import UnsupportedModelError
 from headrace.models.names import NameTable
-from headrace.models.registry import REGISTRY, check_weights, expert_names, load_spec
+from headrace.models.registry import REGISTRY
 from headrace.models.spec import ModelSpec
-from headrace.tokenizer import Tokenizer
 
 MANIFEST_BYTES_PER_RECORD = 24
 MANIFEST_BYTES_PER_TENSOR = 512
@@ -25,7 +29,7 @@ MANIFEST_BYTES_PER_TENSOR = 512
 class ConvertPlan:
     """The source, the recipe and every file that follows from them."""
 
-    source: HuggingFaceCheckpoint
+    source: Checkpoint
     model_type: str
     recipe: Recipe
     tensors: tuple[DenseTensor, ...]
@@ -34,12 +38,14 @@ class ConvertPlan:
     """All layers with experts, those of MTP included; empty in a dense model."""
     num_experts: int
     layout: RecordLayout | None
-    copied: Mapping[str, Path]
-    """Files taken over unchanged, by name."""
+    files: Mapping[str, bytes]
+    """Contents of configs, tokenizer and chat template files, by name."""
     head: str
     """Name of the matrix that scores the vocabulary."""
     exact: frozenset[str] = frozenset()
     """Matrices that keep their format whatever the recipe: routers."""
+    requantised: Mapping[str, str] = field(default_factory=dict)
+    """By class, what its matrices are in the source, if they are codes and get other ones."""
 
     def file_bytes(self) -> dict[str, int]:
         """Return the length of each weight file, in the order of writing."""
@@ -68,48 +74,31 @@ class ConvertPlan:
         manifest = MANIFEST_BYTES_PER_RECORD * records + MANIFEST_BYTES_PER_TENSOR * len(
             self.tensors
         )
-        return 2 * manifest + sum(p.stat().st_size for p in self.copied.values()) + (1 << 16)
+        return 2 * manifest + sum(map(len, self.files.values())) + (1 << 16)
 
 
 def make_plan(path: Path, recipe: Recipe) -> ConvertPlan:
     """Open the source, check it as a model, and lay the container out.
 
     Raises:
-        CheckpointError: the source is damaged or incomplete (its tokenizer is part of it), or is a
-            container already.
-        UnsupportedModelError: nothing here computes the model, or a tensor's dtype is foreign.
-        ConfigError: its config holds a field that is not understood.
+        CheckpointError, UnsupportedModelError, ConfigError: as `open_source`; or a recipe whose
+            rules do not fit.
     """
-    spec = load_spec(read_config(path))
-    source = open_checkpoint(path, expert_names(spec))
-    if not isinstance(source, HuggingFaceCheckpoint):
-        raise CheckpointError(
-            f"source is no Hugging Face checkpoint but a {source.kind}: {path}\n"
-            "hint: it runs as it is; to store it otherwise, convert from the original weights"
-        )
-    source.require_plain_experts()
-    check_weights(spec, source)
-    Tokenizer.of(source)  # refused now as it would be by whoever runs the container
+    spec, source = open_source(path)
+    if isinstance(source, HuggingFaceCheckpoint):
+        source.require_plain_experts()
     names = REGISTRY[spec.model_type].names
     head = names.name("embed_tokens" if spec.tie_word_embeddings else "lm_head")
     formats = Assignment(recipe)
     tables = [t for t in (source.records, source.mtp_records) if t is not None]
-    layout = None
-    if tables:
-        down = tables[0].layout.down
-        stored = {role: formats.of_expert(role) for role in EXPERT_ROLES}
-        layout = make_record_layout(down.rows, down.cols, *stored["gate"], stored)
-        if any(t.layout != tables[0].layout for t in tables):
-            raise UnsupportedModelError(
-                f"experts of the MTP layers have another shape than the model's: {path}"
-            )
-    copied = dict(tokenizer_files(path))
-    for name in (CONFIG_NAME, GENERATION_CONFIG_NAME):
-        if (path / name).is_file():
-            copied[name] = path / name
+    layout = _plan_records(tables[0].layout, formats) if tables else None
+    if any(t.layout != tables[0].layout for t in tables):
+        raise UnsupportedModelError(
+            f"experts of the MTP layers have another shape than the model's: {path}"
+        )
     tensors = tuple(_plan_dense(source, names, spec, formats, head))
     formats.require_used(path)
-    return ConvertPlan(
+    plan = ConvertPlan(
         source=source,
         model_type=spec.model_type,
         recipe=recipe,
@@ -117,14 +106,44 @@ def make_plan(path: Path, recipe: Recipe) -> ConvertPlan:
         layers=tuple(layer for t in tables for layer in t.layers),
         num_experts=tables[0].num_experts if tables else 0,
         layout=layout,
-        copied=copied,
+        files=small_files(source),
         head=head,
         exact=frozenset(t.name for t in tensors if _is_router(t.name, names)),
     )
+    return replace(plan, requantised=_find_requantised(plan))
+
+
+def _plan_records(kept: RecordLayout, formats: Assignment) -> RecordLayout:
+    """Lay out a record: each matrix as the recipe says, or as the source's reader packs it."""
+    stored = {}
+    for role, matrix in zip(EXPERT_ROLES, kept.matrices, strict=True):
+        asked = formats.of_expert(role)
+        stored[role] = (matrix.format, matrix.group) if asked[0] == KEEP else asked
+    return make_record_layout(kept.down.rows, kept.down.cols, *stored["gate"], stored)
+
+
+def _find_requantised(plan: ConvertPlan) -> dict[str, str]:
+    """Name the classes whose codes the recipe rounds a second time."""
+    found: dict[str, set[str]] = {}
+
+    def compare(kind: str, held: tuple[str, int], stored: tuple[str, int]) -> None:
+        if held != stored and held[0] not in FLOATING and stored[0] != "f32":
+            found.setdefault(kind, set()).add(f"{held[0]} in groups of {held[1]}")
+
+    for tensor in plan.tensors:
+        if tensor.kind == "matrix":
+            info = plan.source.info(tensor.name)
+            stored = (tensor.format, tensor.group)
+            compare(plan.class_of(tensor), (info.format, info.group), stored)
+    if plan.layout is not None:
+        kept = table_of(plan.source, plan.layers[0]).layout
+        for role, old, new in zip(EXPERT_ROLES, kept.matrices, plan.layout.matrices, strict=True):
+            compare(f"experts.{role}", (old.format, old.group), (new.format, new.group))
+    return {kind: ", ".join(sorted(held)) for kind, held in sorted(found.items())}
 
 
 def _plan_dense(
-    source: HuggingFaceCheckpoint,
+    source: Checkpoint,
     names: NameTable,
     spec: ModelSpec,
     formats: Assignment,
@@ -143,7 +162,7 @@ def _plan_dense(
 
 
 def _plan_tensor(
-    source: HuggingFaceCheckpoint,
+    source: Checkpoint,
     name: str,
     info: TensorInfo,
     names: NameTable,
@@ -151,8 +170,6 @@ def _plan_tensor(
     formats: Assignment,
     head: str,
 ) -> DenseTensor:
-    is_coded = name in source.quantised and name != names.name("embed_tokens")
-    format = "f32" if is_coded else FLOAT_FORMATS[source.entry(name).dtype]
     if len(info.shape) == 1 and info.shape[0]:
         return DenseTensor(name, "vector", "f32", 1, info.shape)
     if len(info.shape) != 2 or 0 in info.shape:
@@ -160,12 +177,15 @@ def _plan_tensor(
             f"tensor has {len(info.shape)} dimensions: {name}, checkpoint {source.path}\n"
             f"expected a vector or a matrix, got {list(info.shape)}"
         )
-    if _is_router(name, names):
-        return DenseTensor(name, "matrix", format, 1, info.shape)  # exact; widened when loaded
+    held = (info.format, info.group)
+    if _is_router(name, names):  # exact; widened when loaded
+        held = held if info.format in FLOATING else ("f32", 1)
+        return DenseTensor(name, "matrix", *held, info.shape)
     if name == names.name("embed_tokens") and not spec.tie_word_embeddings:
-        return DenseTensor(name, "rows", format, 1, info.shape)
-    stored, group = formats.of_dense(name, tensor_class(name, head))
-    return DenseTensor(name, "matrix", stored, group, info.shape)
+        kind = "rows" if info.format in FLOATING else "matrix"
+        return DenseTensor(name, kind, *held, info.shape)
+    asked = formats.of_dense(name, tensor_class(name, head))
+    return DenseTensor(name, "matrix", *(held if asked[0] == KEEP else asked), info.shape)
 
 
 def _is_router(name: str, names: NameTable) -> bool:

@@ -16,7 +16,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from headrace.checkpoint.layout import Recipe, Rule
+from headrace.checkpoint import Checkpoint
+from headrace.checkpoint.layout import KEEP, Recipe, Rule
+from headrace.convert.source import is_quantised
 from headrace.errors import ConfigError
 
 DENSE_CLASSES = ("attention", "ffn", "head", "other")
@@ -29,6 +31,18 @@ PRESETS: Mapping[str, Recipe] = {
     "faithful": Recipe("q8", "bf16", 64, head="q8", scales="search"),
 }
 """Least memory; nearly the source's answers; hardly told from the source."""
+KEPT_WHOLE = Recipe(KEEP, KEEP)
+"""Everything as the source holds it."""
+
+
+def preset_for(name: str, source: Checkpoint) -> Recipe:
+    """Return a preset, a key of PRESETS; `faithful` of a quantised source keeps its codes."""
+    return KEPT_WHOLE if name == "faithful" and is_quantised(source) else PRESETS[name]
+
+
+def default_for(source: Checkpoint) -> Recipe:
+    """Return what is stored where nothing is asked for: nothing is quantised a second time."""
+    return KEPT_WHOLE if is_quantised(source) else Recipe(scales="search")
 
 
 def tensor_class(name: str, head: str) -> str:
@@ -157,7 +171,7 @@ def _rules(content: Any, group: int, path: Path) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-_FORMATS = ("q4", "q8", "mxfp4", "bf16")
+_FORMATS = (KEEP, "q4", "q8", "mxfp4", "bf16")
 
 
 def _require_known(content: Mapping[str, Any], known: Sequence[str], where: str) -> None:

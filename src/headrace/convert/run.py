@@ -4,9 +4,11 @@ Order: check the source, check the space, dense file, one file per layer, the sm
 rename. Every step can be repeated; `journal.py` says what was done before.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from headrace.arrays import Bytes
+from headrace.checkpoint import HuggingFaceCheckpoint
 from headrace.checkpoint.journal import Journal, is_published
 from headrace.checkpoint.layout import (
     DENSE_NAME,
@@ -26,12 +29,13 @@ from headrace.checkpoint.layout import (
     expert_header,
     make_manifest,
 )
-from headrace.checkpoint.records import FLOAT_FORMATS
+from headrace.checkpoint.records import FLOAT_FORMATS, MatrixLayout, RecordTable
 from headrace.checkpoint.safetensors import TensorEntry
 from headrace.checkpoint.values import (
     check_finite,
     pack_range,
     read_range,
+    unpack_values,
 )
 from headrace.checkpoint.writer import (
     write_bytes,
@@ -43,12 +47,22 @@ from headrace.convert.importance import Importance
 from headrace.convert.plan import ConvertPlan, make_plan
 from headrace.convert.quantise import Quantiser
 from headrace.convert.recipe import EXPERT_ROLES
+from headrace.convert.source import (
+    FLOATING,
+    dense_entries,
+    num_ahead,
+    open_records,
+    packed_pieces,
+    plain_rows,
+    read_records,
+    record_entries,
+    table_of,
+)
 from headrace.errors import ConfigError
+from headrace.experts import ExpertStore
+from headrace.quant_search import SEARCH_VERSION
 
-AHEAD_BYTES = 64 << 20
-MAX_AHEAD = 4
-"""Experts read from the source while earlier ones are packed and written: at least one, at most
-MAX_AHEAD, and no more than fit AHEAD_BYTES."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,6 +88,8 @@ class ConvertReport:
     """The destination was a finished container of the same source and recipe."""
     losses: Mapping[str, Mapping[str, float | int]] = field(default_factory=dict)
     """By class of tensors, what quantising cost; of the files that this run wrote."""
+    requantised: Mapping[str, str] = field(default_factory=dict)
+    """By class of tensors, the codes of the source that were rounded a second time."""
 
 
 class Supply(Protocol):
@@ -105,7 +121,7 @@ def convert(
     somebody's work of hours, and the call is refused; the message says how to go on.
 
     Args:
-        source: directory of a Hugging Face checkpoint; only read.
+        source: directory of a Hugging Face checkpoint, or a GGUF file; only read.
         dest: the container to make. It must not exist, unless it is a finished container of the
             same source and recipe: then nothing is done.
         recipe: how weights are stored.
@@ -128,6 +144,8 @@ def convert(
     if importance is not None:
         recipe = replace(recipe, importance=importance.checksum)
     plan = make_plan(source, recipe)
+    for kind, held in plan.requantised.items():
+        _log.warning("%s: quantised twice: the source holds codes, %s", kind, held)
     quantiser = Quantiser(recipe)
     binding = _binding(plan)
     total = sum(plan.file_bytes().values())
@@ -136,14 +154,17 @@ def convert(
     try:
         with Journal(dest) as journal:
             journal.require_space(plan.file_bytes(), plan.other_bytes())
-            journal.begin(binding, str(source.resolve()))
+            version = SEARCH_VERSION if recipe.scales == "search" else None
+            journal.begin(binding, str(source.resolve()), version)
             conversion = _Conversion(plan, journal, quantiser, importance, progress, supply)
             kept = conversion.run(binding)
     except OSError as error:
         raise write_error(dest, error) from error
     num_files = len(plan.file_bytes())
     losses = {kind: loss.as_dict() for kind, loss in sorted(quantiser.losses.items())}
-    return ConvertReport(dest, total, num_files, kept, already_done=False, losses=losses)
+    return ConvertReport(
+        dest, total, num_files, kept, False, losses=losses, requantised=plan.requantised
+    )
 
 
 def _binding(plan: ConvertPlan) -> dict[str, Any]:
@@ -173,6 +194,8 @@ class _Conversion:
         self.progress = progress
         self.total = sum(plan.file_bytes().values())
         self.done, self.kept = 0, 0
+        self.opened = ExitStack()
+        self.stores: dict[RecordTable, ExpertStore] = {}
 
     def run(self, binding: dict[str, Any]) -> int:
         """Do what is left; return the number of files kept from an earlier run."""
@@ -181,9 +204,9 @@ class _Conversion:
             self.journal.publish(None)
             return len(plan.file_bytes())
         dense = self._dense()
-        records = {layer: self._records(layer) for layer in plan.layers}
-        files = {name: path.read_bytes() for name, path in plan.copied.items()}
-        for name, data in files.items():
+        with self.opened:
+            records = {layer: self._records(layer) for layer in plan.layers}
+        for name, data in plan.files.items():
             write_bytes(partial / name, data)
         manifest = make_manifest(
             model_type=plan.model_type,
@@ -194,7 +217,7 @@ class _Conversion:
             num_experts=plan.num_experts,
             layout=plan.layout,
             record_checksums=records,
-            files=files,
+            files=plan.files,
         )
         self.journal.publish(manifest)
         return self.kept
@@ -215,7 +238,7 @@ class _Conversion:
             [(t.nbytes, t.stored_bytes) for t in tensors],
             advance,
             lambda: self._supplied(
-                [e for t in tensors for e in self.plan.source.entries_of(t.name)],
+                lambda: [e for t in tensors for e in dense_entries(self.plan.source, t.name)],
                 lambda: write_dense_file(
                     self.journal.partial / DENSE_NAME, tensors, self._load_dense, advance
                 ),
@@ -225,55 +248,53 @@ class _Conversion:
         return checksums
 
     def _supplied(
-        self, entries: Sequence[TensorEntry], write: Callable[[], list[int]]
+        self, needed: Callable[[], Sequence[TensorEntry]], write: Callable[[], list[int]]
     ) -> list[int]:
         """Write a file while the data it is made of are there."""
         if self.supply is None:
             return write()
+        entries = needed()
         self.supply.bring(entries)
         checksums = write()
         self.supply.release(entries)
         return checksums
 
     def _load_dense(self, tensor: DenseTensor) -> Bytes:
-        if tensor.name in self.plan.source.quantised:
-            return self._pack_coded(tensor)
-        entry = self.plan.source.entry(tensor.name)
-        source = FLOAT_FORMATS[entry.dtype]
-        if tensor.kind == "matrix":
-            out = np.empty(tensor.nbytes, np.uint8)
-            rows, cols = tensor.shape
-            pack_range(
-                entry.path,
-                entry.offset,
-                (rows, cols),
-                source,
-                tensor.format,
-                tensor.group,
-                out,
-                tensor.name,
-                partial(
-                    self.quantiser.pack,
-                    kind=self.plan.class_of(tensor),
-                    importance=self.importance.of_dense(tensor.name, cols),
-                ),
-            )
-            return out
+        source = self.plan.source
         if tensor.kind == "vector":
-            return self.plan.source.load_vector(tensor.name).view(np.uint8)
-        out = np.empty(entry.nbytes, np.uint8)
-        read_range(entry.path, entry.offset, out)
-        check_finite(out, source, tensor.name, entry.path)
+            return source.load_vector(tensor.name).view(np.uint8)
+        info, entry = source.info(tensor.name), plain_rows(source, tensor.name)
+        if tensor.kind == "rows":
+            assert entry is not None, "rows are stored as a source has them"
+            out = np.empty(entry.nbytes, np.uint8)
+            read_range(entry.path, entry.offset, out)
+            check_finite(out, tensor.format, tensor.name, entry.path)
+            return out
+        if (tensor.format, tensor.group) == (info.format, info.group):
+            return source.load_matrix(tensor.name).data
+        out = np.empty(tensor.nbytes, np.uint8)
+        rows, cols = tensor.shape
+        pack = partial(
+            self.quantiser.pack,
+            kind=self.plan.class_of(tensor),
+            importance=self.importance.of_dense(tensor.name, cols),
+        )
+        if entry is not None:
+            pack_range(
+                entry.path, entry.offset, (rows, cols), info.format, tensor.format, tensor.group,
+                out, tensor.name, pack,
+            )  # fmt: skip
+            return out
+        matrix, at = source.load_matrix(tensor.name), 0
+        for first, count, piece in packed_pieces(matrix):
+            values = unpack_values(piece, matrix.format, (count, cols), matrix.group)
+            packed = pack(
+                values.reshape(-1).view(np.uint8), (count, cols), "f32", tensor.format,
+                tensor.group, tensor.name, source.path, first * cols,
+            )  # fmt: skip
+            out[at : at + len(packed)] = packed
+            at += len(packed)
         return out
-
-    def _pack_coded(self, tensor: DenseTensor) -> Bytes:
-        """Pack a matrix that the source holds in codes, by the real numbers they stand for."""
-        matrix = self.plan.source.quantised[tensor.name]
-        return self.quantiser.pack(
-            matrix.values().reshape(-1).view(np.uint8), matrix.shape, "f32", tensor.format,
-            tensor.group, tensor.name, self.plan.source.path, kind=self.plan.class_of(tensor),
-            importance=self.importance.of_dense(tensor.name, matrix.shape[1]),
-        )  # fmt: skip
 
     def _records(self, layer: int) -> list[int]:
         """Write a layer's file unless it is there; return its checksums."""
@@ -287,7 +308,7 @@ class _Conversion:
             [(record_bytes, record_bytes)] * plan.num_experts,
             advance,
             lambda: self._supplied(
-                [e for by_role in plan.source.experts[layer].values() for e in by_role.values()],
+                lambda: record_entries(plan.source, layer),
                 lambda: write_expert_file(
                     self.journal.partial / name,
                     layer,
@@ -303,10 +324,53 @@ class _Conversion:
 
     def _pack_records(self, layer: int) -> Iterator[Bytes]:
         """Pack a layer's experts in id order, reading a few ahead of the packing."""
-        experts = self.plan.source.experts[layer]
-        ahead = _read_ahead(experts[e] for e in range(self.plan.num_experts))
-        for expert, values in enumerate(ahead):
-            yield self._pack_record(layer, expert, values)
+        source, table = self.plan.source, table_of(self.plan.source, layer)
+        if isinstance(source, HuggingFaceCheckpoint) and table.repack in FLOATING:
+            experts = source.experts[layer]
+            ahead = _read_ahead(experts[e] for e in range(self.plan.num_experts))
+            for expert, values in enumerate(ahead):
+                yield self._pack_record(layer, expert, values)
+            return
+        for expert, record in enumerate(read_records(self._store(table), layer)):
+            yield self._take_record(layer, expert, table, record)
+
+    def _store(self, table: RecordTable) -> ExpertStore:
+        """The reader of a table's records, opened once."""
+        if table not in self.stores:
+            self.stores[table] = self.opened.enter_context(open_records(table))
+        return self.stores[table]
+
+    def _take_record(self, layer: int, expert: int, table: RecordTable, packed: Bytes) -> Bytes:
+        """Take over a record as its reader packed it, but for matrices of another format."""
+        layout = self.plan.layout
+        assert layout is not None, "a layer with experts has a record layout"
+        record = np.zeros(layout.record_bytes, np.uint8)
+        matrices = zip(EXPERT_ROLES, table.layout.matrices, layout.matrices, strict=True)
+        for role, held, stored in matrices:
+            data = packed[held.offset : held.offset + held.nbytes]
+            if (held.format, held.group) != (stored.format, stored.group):
+                data = self._pack_again(data, held, stored, layer, expert, role)
+            record[stored.offset : stored.offset + stored.nbytes] = data
+        return record
+
+    def _pack_again(
+        self,
+        data: Bytes,
+        held: MatrixLayout,
+        stored: MatrixLayout,
+        layer: int,
+        expert: int,
+        role: str,
+    ) -> Bytes:
+        """Pack a matrix by the real numbers that its present form stands for."""
+        shape = (held.rows, held.cols)
+        values = unpack_values(data, held.format, shape, held.group)
+        return self.quantiser.pack(
+            values.reshape(-1).view(np.uint8), shape, "f32", stored.format, stored.group,
+            f"{role} of layer {layer}, expert {expert}", self.plan.source.path,
+            kind=f"experts.{role}",
+            importance=self.importance.of_expert(layer, expert, role, held.cols),
+        )  # fmt: skip
 
     def _pack_record(
         self, layer: int, expert: int, values: Sequence[tuple[TensorEntry, Bytes]]
@@ -335,8 +399,7 @@ def _read_ahead(
         try:
             for by_role in experts:
                 pending.append(reader.submit(_read_expert, by_role))
-                expert_bytes = sum(entry.nbytes for entry in by_role.values())
-                if len(pending) > max(1, min(MAX_AHEAD, AHEAD_BYTES // expert_bytes)):
+                if len(pending) > num_ahead(sum(entry.nbytes for entry in by_role.values())):
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()

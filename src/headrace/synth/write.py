@@ -17,6 +17,7 @@ from headrace.checkpoint.journal import Journal, is_published
 from headrace.checkpoint.layout import (
     DENSE_NAME,
     FORMAT_VERSION,
+    KEEP,
     DenseTensor,
     Recipe,
     dense_header,
@@ -101,6 +102,8 @@ def synthesize(
         CheckpointError: the drive is full.
     """
     require_arguments(format, seed, skew)
+    if KEEP in recipe.formats:
+        raise ConfigError("random weights have no source whose formats could be kept")
     dest = dest.resolve()
     binding = {
         "version": FORMAT_VERSION,

@@ -1,0 +1,313 @@
+"""GGUF files converted: the same numbers and text, and the same bytes after a kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_models import model_metadata, model_tensors, write_model, write_split_model
+from tiny_gguf import pack_file
+from tiny_models import open_model, open_store, run
+
+from headrace.arrays import Float32
+from headrace.checkpoint import ContainerCheckpoint, GgufCheckpoint, open_checkpoint
+from headrace.checkpoint.gguf_blocks import (
+    FLOATING,
+    QUANTISED,
+    dequantize,
+)
+from headrace.checkpoint.gguf_names import ARCHITECTURES
+from headrace.checkpoint.layout import Rule
+from headrace.cli.app import _run
+from headrace.convert import Recipe, convert
+from headrace.convert.plan import make_plan
+from headrace.convert.recipe import KEPT_WHOLE, PRESETS, default_for, preset_for
+from headrace.errors import CheckpointError, ConfigError, EngineError
+from headrace.tokenizer import Tokenizer
+
+IDS = list(range(3, 20))
+TYPES = sorted({*QUANTISED, *FLOATING})
+
+
+def logits_of(path: Path, num_slots: int | None = None) -> Float32:
+    model, checkpoint = open_model(path)
+    with open_store(checkpoint, num_slots) as store:
+        return run(model, store, IDS, [len(IDS)])
+
+
+def require_same_logits(source: Path, made: Path) -> None:
+    """Equal bits in place and converted, with all experts resident and with the fewest slots."""
+    wanted = logits_of(source).view(np.uint32)
+    assert logits_of(source).std() > 0.01
+    np.testing.assert_array_equal(logits_of(made).view(np.uint32), wanted)
+    np.testing.assert_array_equal(logits_of(made, 2).view(np.uint32), wanted)
+
+
+def opened(path: Path) -> ContainerCheckpoint:
+    checkpoint = open_checkpoint(path, None)
+    assert isinstance(checkpoint, ContainerCheckpoint)
+    return checkpoint
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("type", TYPES)
+def test_the_container_gives_the_files_logits(tmp_path: Path, model_type: str, type: str) -> None:
+    source = write_model(tmp_path / "tiny.gguf", model_type, type, type)
+    report = convert(source, tmp_path / "out", KEPT_WHOLE)
+    assert not report.losses
+    assert not report.requantised
+    require_same_logits(source, tmp_path / "out")
+    held, made = GgufCheckpoint(source), opened(tmp_path / "out")
+    if held.records is not None and made.records is not None:
+        assert held.records.layout == made.records.layout
+
+
+def test_mixed_types_and_several_parts(tmp_path: Path) -> None:
+    types = {
+        (0, "gate"): "Q4_K", (0, "up"): "Q4_0", (0, "down"): "Q6_K",
+        (1, "gate"): "Q8_0", (1, "up"): "MXFP4", (1, "down"): "Q5_0",
+    }  # fmt: skip
+    mixed = write_model(tmp_path / "mixed.gguf", "qwen3_moe", "Q5_K", types)
+    convert(mixed, tmp_path / "mixed", KEPT_WHOLE)
+    require_same_logits(mixed, tmp_path / "mixed")
+    first = write_split_model(tmp_path, "mixtral", "Q4_1")
+    convert(first.with_name("tiny-00002-of-00003.gguf"), tmp_path / "split", KEPT_WHOLE)
+    require_same_logits(first, tmp_path / "split")
+
+
+def test_text_is_rebuilt(tmp_path: Path) -> None:
+    template = "{% for m in messages %}<s>{{ m['content'] }}{% endfor %}"
+    metadata = {**model_metadata("qwen3_moe"), "tokenizer.chat_template": template}
+    source = tmp_path / "tiny.gguf"
+    source.write_bytes(pack_file(metadata, model_tensors("qwen3_moe", "Q8_0", "Q8_0")))
+    convert(source, tmp_path / "out", KEPT_WHOLE)
+    held, made = GgufCheckpoint(source), opened(tmp_path / "out")
+    assert made.config == held.config
+    assert made.generation_config == held.generation_config
+    ours, theirs = Tokenizer.of(made), Tokenizer.of(held)
+    text = "<s>abc ab, c</s>!"
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.decode(ours.encode("abcab")) == "abcab"
+    assert (ours.eos_id, ours.special_id("bos")) == (theirs.eos_id, theirs.special_id("bos"))
+    assert ours.chat_template == template
+
+
+def test_floating_embedding_can_stay_on_the_drive_and_a_coded_one_is_kept(tmp_path: Path) -> None:
+    ids = np.array([7, 0, 119], np.int32)
+    for type, kind in (("F16", "rows"), ("Q6_K", "matrix")):
+        source = write_model(tmp_path / f"{type}.gguf", "qwen3", type)
+        convert(source, tmp_path / type, KEPT_WHOLE)
+        made = opened(tmp_path / type)
+        name = "model.embed_tokens.weight"
+        assert made.dense[name].kind == kind
+        wanted = GgufCheckpoint(source).embedding(name, True)(ids)
+        np.testing.assert_array_equal(made.embedding(name, False)(ids), wanted)
+
+
+# What a recipe means for a source in codes
+
+
+def test_defaults_of_a_quantised_source_keep_it(tmp_path: Path) -> None:
+    coded = open_checkpoint(write_model(tmp_path / "q.gguf", "qwen3", "Q4_K"), None)
+    plain = open_checkpoint(write_model(tmp_path / "f.gguf", "qwen3", "F16"), None)
+    assert default_for(coded) == preset_for("faithful", coded) == KEPT_WHOLE
+    assert preset_for("small", coded) == PRESETS["small"]
+    assert default_for(plain) == Recipe(scales="search")
+    assert preset_for("faithful", plain) == PRESETS["faithful"]
+
+
+def test_what_is_asked_for_is_quantised_again_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = write_model(tmp_path / "tiny.gguf", "qwen3_moe", "Q8_0", "Q6_K")
+    recipe = Recipe("q4", "q8", 32, rules=(Rule("experts.down", "keep", 1),), scales="search")
+    report = convert(source, tmp_path / "out", recipe)
+    # q8 of 32 is what Q8_0 is: its codes are kept as they are.
+    twice = dict.fromkeys(("experts.gate", "experts.up"), "q8f in groups of 16")
+    assert report.requantised == make_plan(source, recipe).requantised == twice
+    assert "experts.gate: quantised twice: the source holds codes, q8f in groups" in caplog.text
+    assert set(report.losses) == {"experts.gate", "experts.up"}
+    made, held = opened(tmp_path / "out"), GgufCheckpoint(source)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    assert made.load_bytes(name).tobytes() == held.load_matrix(name).data.tobytes()
+    assert made.records is not None
+    formats = [(m.format, m.group) for m in made.records.layout.matrices]
+    assert formats == [("q4", 32), ("q4", 32), ("q8f", 16)]
+    assert np.isfinite(logits_of(tmp_path / "out")).all()
+
+
+def test_codes_and_the_same_values_in_f32_are_quantised_alike(tmp_path: Path) -> None:
+    recipe = Recipe("q4", "q4", 32, scales="search")
+    made = []
+    for name, widen in (("codes", False), ("values", True)):
+        tensors = model_tensors("mixtral", "Q5_1", "Q5_1")
+        if widen:
+            tensors = {n: _widened(*tensor) for n, tensor in tensors.items()}
+        source = tmp_path / f"{name}.gguf"
+        source.write_bytes(pack_file(model_metadata("mixtral"), tensors))
+        convert(source, tmp_path / name, recipe)
+        made.append(tmp_path / name)
+    for layer in range(2):
+        file = f"experts-{layer:03}.safetensors"
+        assert (made[0] / file).read_bytes() == (made[1] / file).read_bytes()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert opened(made[0]).dense_checksums[name] == opened(made[1]).dense_checksums[name]
+
+
+def _widened(type: str, shape: Any, raw: bytes) -> tuple[str, Any, bytes]:
+    if type == "F32":
+        return type, shape, raw
+    rows = np.frombuffer(raw, np.uint8).reshape(int(np.prod(shape[:-1])), -1)
+    return "F32", shape, dequantize(rows, type).tobytes()
+
+
+def test_a_bad_scale_is_named(tmp_path: Path) -> None:
+    tensors = model_tensors("qwen3_moe", "Q8_0", "Q8_0")
+    type, shape, raw = tensors["blk.1.ffn_down_exps.weight"]
+    at = (2 * 256 + 9) * 272 + 34 * 3  # expert 2, row 9, block 3
+    tensors["blk.1.ffn_down_exps.weight"] = (type, shape, raw[:at] + b"\0\x7c" + raw[at + 2 :])
+    source = tmp_path / "tiny.gguf"
+    source.write_bytes(pack_file(model_metadata("qwen3_moe"), tensors))
+    with pytest.raises(EngineError, match=r"layer 1, expert 2, matrix down"):
+        convert(source, tmp_path / "out", KEPT_WHOLE)
+    assert not (tmp_path / "out").exists()
+    # Layer 0 is done and bound to the old file; the mended one at its place starts anew.
+    tensors["blk.1.ffn_down_exps.weight"] = (type, shape, raw)
+    source.write_bytes(pack_file(model_metadata("qwen3_moe"), tensors))
+    convert(source, tmp_path / "out", KEPT_WHOLE)
+    require_same_logits(source, tmp_path / "out")
+
+
+def test_a_cut_file_is_named(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "tiny.gguf", "qwen3_moe", "Q8_0", "Q8_0")
+    source.write_bytes(source.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match=r"tiny\.gguf"):
+        convert(source, tmp_path / "out", KEPT_WHOLE)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+# The journal
+
+
+def test_a_killed_conversion_goes_on(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "tiny.gguf", "qwen3_moe", "Q4_K", "Q4_K")
+    convert(source, tmp_path / "whole", KEPT_WHOLE)
+    script = """
+import os, signal, sys
+from pathlib import Path
+from headrace.convert import convert
+from headrace.convert.recipe import KEPT_WHOLE
+
+def progress(p):
+    if p.done_bytes >= int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+convert(Path(sys.argv[1]), Path(sys.argv[2]), KEPT_WHOLE, progress)
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    total = sum(make_plan(source, KEPT_WHOLE).file_bytes().values())
+    kept = 0
+    for share in (0.1, 0.7, 0.95):
+        dest = tmp_path / f"out{share}"
+        command = [sys.executable, "-c", script, source, dest, str(int(share * total))]
+        done = subprocess.run(command, env=env, check=False, capture_output=True)
+        assert done.returncode == -signal.SIGKILL
+        assert dest.with_name(dest.name + ".partial").is_dir()
+        kept += convert(source, dest, KEPT_WHOLE).kept_files
+        assert contents(dest) == contents(tmp_path / "whole")
+    assert kept > 0
+
+
+def test_a_full_drive_leaves_what_can_be_resumed(tmp_path: Path) -> None:
+    pytest.importorskip("resource")
+    source = write_model(tmp_path / "tiny.gguf", "qwen3_moe", "Q4_K", "Q4_K")
+    script = """
+import resource, sys
+from pathlib import Path
+from headrace.convert import convert
+from headrace.convert.recipe import KEPT_WHOLE
+from headrace.errors import EngineError
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+try:
+    convert(Path(sys.argv[1]), Path(sys.argv[2]), KEPT_WHOLE)
+except EngineError as error:
+    print(error)
+    raise SystemExit(1)
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-c", script, source, tmp_path / "out"]
+    done = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "no space left for" in done.stdout
+    assert not list(tmp_path.rglob("*.tmp"))
+    convert(source, tmp_path / "out", KEPT_WHOLE)
+    require_same_logits(source, tmp_path / "out")
+
+
+def test_another_quantiser_does_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_model(tmp_path / "tiny.gguf", "qwen3_moe", "F16", "F16")
+    recipe = Recipe("q4", "q8", 32, scales="search")
+
+    class Stop(Exception):
+        pass
+
+    def stop(progress: Any) -> None:
+        if progress.file == "experts-001.safetensors":
+            raise Stop
+
+    with pytest.raises(Stop):
+        convert(source, tmp_path / "out", recipe, stop)
+    monkeypatch.setattr("headrace.convert.run.SEARCH_VERSION", 10**6)
+    with pytest.raises(ConfigError, match="unfinished container with another quantiser"):
+        convert(source, tmp_path / "out", recipe)
+    # Where nothing is searched the version does not count: another recipe is what differs.
+    with pytest.raises(ConfigError, match="unfinished container with another recipe"):
+        convert(source, tmp_path / "out", replace(recipe, scales="largest"))
+    monkeypatch.undo()
+    assert convert(source, tmp_path / "out", recipe).kept_files == 2
+    manifest = json.loads((tmp_path / "out" / "headrace.json").read_bytes())
+    assert "quantiser" not in manifest
+
+
+# The command
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        status = _run([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def test_the_command_keeps_codes_unless_asked(cli: Any, tmp_path: Path) -> None:
+    source = write_model(tmp_path / "tiny.gguf", "qwen3_moe", "Q4_K", "Q4_K")
+    status, out, _ = cli("convert", source, tmp_path / "kept", "--json")
+    assert (status, json.loads(out)["requantised"]) == (0, {})
+    assert opened(tmp_path / "kept").recipe == KEPT_WHOLE
+    status, out, err = cli("convert", source, tmp_path / "again", "--experts", "q4", "--dry-run")
+    assert status == 0
+    assert "experts.down: quantised twice" in out + err
+    status, out, _ = cli("convert", source, tmp_path / "again", "--experts", "q4", "--json")
+    assert set(json.loads(out)["requantised"]) == {"experts.gate", "experts.up", "experts.down"}
+    recipe = opened(tmp_path / "again").recipe
+    assert (recipe.experts, recipe.dense, recipe.scales) == ("q4", "keep", "search")
+    status, _, err = cli("convert", source, tmp_path / "x", "--scales", "search")
+    assert status == 2
+    assert "--scales does nothing: no weight is rounded" in " ".join(err.split())
+    status, _, err = cli("synth", "qwen3-30b-a3b", tmp_path / "x", "--experts", "keep")
+    assert status != 0
+    assert "no source whose formats could be kept" in " ".join(err.split())
