@@ -20,15 +20,18 @@ from headrace.checkpoint import ContainerCheckpoint, GgufCheckpoint, open_checkp
 from headrace.checkpoint.gguf_blocks import (
     FLOATING,
     QUANTISED,
+    TYPE_OF_FORMAT,
+    common_format,
     dequantize,
 )
 from headrace.checkpoint.gguf_names import ARCHITECTURES
+from headrace.checkpoint.gguf_split import read_model
 from headrace.checkpoint.layout import Rule
 from headrace.cli.app import _run
-from headrace.convert import Recipe, convert
+from headrace.convert import GgufRecipe, Recipe, convert, convert_to_gguf
 from headrace.convert.plan import make_plan
 from headrace.convert.recipe import KEPT_WHOLE, PRESETS, default_for, preset_for
-from headrace.errors import CheckpointError, ConfigError, EngineError
+from headrace.errors import CheckpointError, ConfigError, EngineError, UnsupportedModelError
 from headrace.tokenizer import Tokenizer
 
 IDS = list(range(3, 20))
@@ -194,6 +197,46 @@ def test_a_cut_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tiny\.gguf"):
         convert(source, tmp_path / "out", KEPT_WHOLE)
     assert list(tmp_path.iterdir()) == [source]
+
+
+# Out again
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("type", TYPES)
+def test_out_again_as_gguf(tmp_path: Path, model_type: str, type: str) -> None:
+    """Every byte comes back where a packed format has a type of its own; else it is refused."""
+    metadata, tensors = model_metadata(model_type), model_tensors(model_type, type, type)
+    source, made, back = tmp_path / "a.gguf", tmp_path / "out", tmp_path / "b.gguf"
+    source.write_bytes(pack_file(metadata, tensors))
+    convert(source, made, KEPT_WHOLE)
+    if common_format([type])[0] not in TYPE_OF_FORMAT:
+        with pytest.raises(UnsupportedModelError, match=r"no GGUF type holds .*, q[48][af]: "):
+            convert_to_gguf(made, back, GgufRecipe())
+        assert not back.exists()
+        is_mixture = ARCHITECTURES[model_type].has_experts
+        convert_to_gguf(made, back, GgufRecipe("f32" if is_mixture else None, "f32"))
+        tensors = {name: _widened(*tensor) for name, tensor in tensors.items()}
+    else:
+        convert_to_gguf(made, back, GgufRecipe())
+    found = read_model(back).tensors
+    assert set(found) == set(tensors)
+    for name, (kind, shape, raw) in tensors.items():
+        tensor = found[name]
+        assert (tensor.type.name, list(tensor.shape)) == (kind, list(shape))
+        assert np.fromfile(back, np.uint8, tensor.nbytes, offset=tensor.offset).tobytes() == raw
+
+
+def test_matrices_of_an_expert_keep_their_own_types(tmp_path: Path) -> None:
+    types = {(n, r): t for n in (0, 1) for r, t in (("gate", "Q4_0"), ("up", "Q4_0"))}
+    types |= {(0, "down"): "Q8_0", (1, "down"): "Q8_0"}
+    source = write_model(tmp_path / "a.gguf", "qwen3_moe", "Q8_0", types)
+    convert(source, tmp_path / "out", KEPT_WHOLE)
+    convert_to_gguf(tmp_path / "out", tmp_path / "b.gguf", GgufRecipe())
+    assert {n: t.type.name for n, t in read_model(tmp_path / "b.gguf").tensors.items()} == {
+        n: t.type.name for n, t in read_model(source).tensors.items()
+    }
+    require_same_logits(source, tmp_path / "b.gguf")
 
 
 # The journal

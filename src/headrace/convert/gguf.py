@@ -29,7 +29,6 @@ from headrace.checkpoint.gguf_writer import GgufWriter, write_gguf
 from headrace.checkpoint.records import FLOAT_FORMATS
 from headrace.checkpoint.safetensors import TensorEntry
 from headrace.checkpoint.values import (
-    BLOCK_ROWS,
     check_finite,
     pack_values,
     read_range,
@@ -39,6 +38,7 @@ from headrace.checkpoint.values import (
 from headrace.checkpoint.writer import TEMPORARY_SUFFIX
 from headrace.convert.gguf_plan import DensePart, GgufPlan, GgufRecipe, make_gguf_plan
 from headrace.convert.run import Progress
+from headrace.convert.source import packed_pieces
 from headrace.errors import CheckpointError, ConfigError
 
 _FLOATING = frozenset(FLOAT_FORMATS.values())
@@ -176,7 +176,7 @@ class _Export:
         """A dense matrix of the source, piece by piece."""
         source = self.source
         rows, cols = source.info(name).shape
-        if isinstance(source, HuggingFaceCheckpoint):
+        if isinstance(source, HuggingFaceCheckpoint) and name not in source.quantised:
             yield from _plain_pieces(source.entry(name), cols)
         elif isinstance(source, ContainerCheckpoint) and source.dense[name].kind == "rows":
             data, format = source.load_bytes(name), source.dense[name].format
@@ -191,8 +191,9 @@ class _Export:
         assert records is not None, "a layer with experts has records"
         for expert in range(records.num_experts):
             pieces = self._expert(index, layer, expert)
-            for name, piece in zip(EXPERT_ROLES.values(), pieces, strict=True):
-                blocks = _blocks(piece, self.plan.expert_format)
+            formats = self.plan.expert_formats
+            for name, piece, format in zip(EXPERT_ROLES.values(), pieces, formats, strict=True):
+                blocks = _blocks(piece, format)
                 self.writer.write(f"blk.{layer}.{name}", expert * blocks.nbytes, blocks)
 
     def _expert(self, index: int, layer: int, expert: int) -> Iterator[_Piece]:
@@ -228,10 +229,7 @@ def _plain_pieces(entry: TensorEntry, cols: int) -> Iterator[_Piece]:
 
 
 def _packed_pieces(name: str, path: Path, matrix: Matrix) -> Iterator[_Piece]:
-    block_bytes = matrix.nbytes // -(-matrix.rows // BLOCK_ROWS)
-    for first, count in row_pieces(matrix.rows, 4 * matrix.cols):
-        begin = first // BLOCK_ROWS * block_bytes
-        data = matrix.data[begin : begin - (-count // BLOCK_ROWS) * block_bytes]
+    for first, count, data in packed_pieces(matrix):
         format, group = matrix.format, matrix.group
         yield _Piece(name, path, first, count, matrix.cols, format, group, data)
 

@@ -84,8 +84,9 @@ class GgufPlan:
     dense: tuple[DensePart, ...]
     layers: tuple[int, ...]
     """Layers with experts; empty in a dense model."""
-    expert_format: str
-    """Of the experts that are written; of a GGUF source's experts kept as they are, empty."""
+    expert_formats: tuple[str, ...]
+    """Of gate, up and down as they are written; of a GGUF source's experts, which are kept, empty.
+    """
     copied: Mapping[str, GgufTensor]
     """Tensors of a GGUF source that are taken over block by block, by their name there."""
     rope_factors: Float32 | None
@@ -112,15 +113,15 @@ def make_gguf_plan(path: Path, recipe: GgufRecipe) -> GgufPlan:
     _require_computable(spec, path)
     factors = _rope_factors(spec.rope, spec.head_dim)
     dense = tuple(_plan_dense(source, spec, recipe))
-    expert_format, experts = _plan_experts(source, recipe)
+    expert_formats, experts = _plan_experts(source, recipe)
     tensors = _order([p.tensor for p in dense] + experts)
     if factors is not None:
         tensors.append(GgufTensorPlan(ROPE_FACTORS, "F32", factors.shape))
     largest = max(dense, key=lambda part: part.tensor.nbytes).format
     copied = {t.name: _original(source, t) for t in tensors}
-    main_type = expert_format or largest
-    if source.records is not None and not expert_format:
-        main_type = source.records.layout.gate.format
+    main_type = largest
+    if source.records is not None:
+        main_type = (*expert_formats, source.records.layout.gate.format)[0]
     notes: list[str] = []
     metadata = _metadata(spec, main_type)
     if isinstance(source, GgufCheckpoint) and "general.file_type" in source.header.metadata:
@@ -137,7 +138,7 @@ def make_gguf_plan(path: Path, recipe: GgufRecipe) -> GgufPlan:
         layout=GgufLayout(metadata, tensors),
         dense=dense,
         layers=source.records.layers if source.records is not None else (),
-        expert_format=expert_format,
+        expert_formats=expert_formats,
         copied={name: tensor for name, tensor in copied.items() if tensor is not None},
         rope_factors=factors,
         num_tensors=len(tensors),
@@ -203,15 +204,17 @@ def _choose(source: Checkpoint, name: str, asked: str | None) -> str:
     return asked or info.format
 
 
-def _plan_experts(source: Checkpoint, recipe: GgufRecipe) -> tuple[str, list[GgufTensorPlan]]:
-    """The experts' format in the file and their merged tensors; nothing in a dense model."""
+def _plan_experts(
+    source: Checkpoint, recipe: GgufRecipe
+) -> tuple[tuple[str, ...], list[GgufTensorPlan]]:
+    """The experts' formats in the file and their merged tensors; nothing in a dense model."""
     if source.records is None:
         if recipe.experts is not None:
             raise ConfigError(
                 f"a format for experts does nothing: {source.path} is a dense model\n"
                 "hint: give the format of everything else"
             )
-        return "", []
+        return (), []
     if isinstance(source, GgufCheckpoint):
         if recipe.experts is not None:
             raise UnsupportedModelError(
@@ -221,23 +224,23 @@ def _plan_experts(source: Checkpoint, recipe: GgufRecipe) -> tuple[str, list[Ggu
             )
         kept = source.header.tensors
         names = [f"blk.{n}.{name}" for n in source.records.layers for name in EXPERT_ROLES.values()]
-        return "", [GgufTensorPlan(n, kept[n].type.name, kept[n].shape) for n in names]
+        return (), [GgufTensorPlan(n, kept[n].type.name, kept[n].shape) for n in names]
     layout = source.records.layout
-    stored = layout.gate.format
-    for matrix in layout.matrices:
-        _require_possible(source, "experts", stored, recipe.experts, matrix.cols, False)
-    format = recipe.experts or stored
-    matrices = dict(zip(EXPERT_ROLES, layout.matrices, strict=True))
+    for role, matrix in zip(EXPERT_ROLES, layout.matrices, strict=True):
+        what = f"{role} of the experts"
+        _require_possible(source, what, matrix.format, recipe.experts, matrix.cols, False)
+    formats = tuple(recipe.experts or matrix.format for matrix in layout.matrices)
+    stored = dict(zip(EXPERT_ROLES, zip(formats, layout.matrices, strict=True), strict=True))
     tensors = [
         GgufTensorPlan(
             f"blk.{layer}.{name}",
-            TYPE_OF_FORMAT[format],
-            (source.records.num_experts, matrices[role].rows, matrices[role].cols),
+            TYPE_OF_FORMAT[stored[role][0]],
+            (source.records.num_experts, stored[role][1].rows, stored[role][1].cols),
         )
         for layer in source.records.layers
         for role, name in EXPERT_ROLES.items()
     ]
-    return format, tensors
+    return formats, tensors
 
 
 def _require_possible(
@@ -263,6 +266,14 @@ def _require_possible(
             "hint: leave the option out to keep the codes, or start from the original weights"
         )
     format = asked or stored
+    if is_fixed:  # the file's own blocks
+        return
+    if format not in TYPE_OF_FORMAT:
+        raise UnsupportedModelError(
+            f"no GGUF type holds {name} as it is stored, {format}: {source.path}\n"
+            f"expected one of {', '.join(TYPE_OF_FORMAT)}\n"
+            "hint: ask for f32, which is exact, or export from the source of this container"
+        )
     if format not in _FLOATING and cols % BLOCK_VALUES:
         raise UnsupportedModelError(
             f"{name} has rows of {cols} values: {source.path}\n"
