@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from headrace.checkpoint import Checkpoint, TensorInfo
+from headrace.checkpoint.huggingface import HuggingFaceCheckpoint
 from headrace.checkpoint.layout import (
     KEEP,
     DenseTensor,
