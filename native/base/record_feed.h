@@ -24,6 +24,11 @@ struct ExpertMatrix {
 struct ExpertLayout {
   ExpertMatrix gate, up, down;
   int64_t record_bytes;  // a multiple of 4096
+
+  // 0 gate, 1 up, 2 down.
+  const ExpertMatrix& matrix(int32_t index) const {
+    return index == 0 ? gate : index == 1 ? up : down;
+  }
 };
 
 class RecordFeed {

@@ -111,7 +111,8 @@ void read_named(const std::vector<NamedRequest>& requests, int32_t readers, int6
 // The repacking kernels are given to the store here, so that neither knows the other.
 constexpr int32_t kPlainRows = -1;  // in place of a GGUF type: values of the matrix' own format
 
-store::RowPacker::Complaint not_finite(const char* expected) {
+store::RowPacker::Complaint not_finite(
+    const char* expected = "expected finite values only, got a NaN or infinity") {
   return {"expert weight is not finite", expected,
           "the checkpoint is damaged, or was saved from a run that diverged; run `headrace inspect "
           "--verify MODEL`"};
@@ -128,9 +129,7 @@ class PlainRows final : public store::RowPacker {
     return interleave_rows(source, matrix.format, count, matrix.cols,
                            block_of_row(matrix, first, dest));
   }
-  Complaint complaint() const override {
-    return not_finite("expected finite values only, got a NaN or infinity");
-  }
+  Complaint complaint() const override { return not_finite(); }
 };
 
 class GgufRows final : public store::RowPacker {
@@ -141,9 +140,7 @@ class GgufRows final : public store::RowPacker {
     return repack_gguf(source, type_, count, matrix.cols, matrix.format, matrix.group,
                        block_of_row(matrix, first, dest));
   }
-  Complaint complaint() const override {
-    return not_finite("expected finite values only, got a NaN or infinity");
-  }
+  Complaint complaint() const override { return not_finite(); }
 
  private:
   const GgufType& type_;
@@ -181,7 +178,7 @@ using CodedTuple = std::tuple<int32_t, std::string, std::string, std::string, in
 
 const ExpertMatrix& matrix_of(const ExpertLayout& layout, int32_t index) {
   if (index < 0 || index > 2) throw Error(ErrorKind::Shape, "an expert has three matrices");
-  return index == 0 ? layout.gate : index == 1 ? layout.up : layout.down;
+  return layout.matrix(index);
 }
 
 // What `encoding` [layers, 3] says of the rows of each matrix.
@@ -191,7 +188,7 @@ std::vector<store::RowSource> row_sources(const Table<int32_t, 2>& encoding,
   std::vector<store::RowSource> sources;
   for (size_t i = 0; i < encoding.size(); ++i) {
     const auto index = static_cast<int32_t>(i % 3);
-    const ExpertMatrix& matrix = matrix_of(layout, index);
+    const ExpertMatrix& matrix = layout.matrix(index);
     const int32_t id = encoding.data()[i];
     if (id == kPlainRows) {
       if (has_groups(matrix.format)) throw Error(ErrorKind::Shape, "plain rows hold no codes");
@@ -497,9 +494,9 @@ void bind_expert_store(nb::module_& m) {
           }),
           nb::kw_only(), "files"_a, "layers"_a, "num_experts"_a, "gate"_a, "up"_a, "down"_a,
           "record_bytes"_a, "file"_a, "offset"_a, "length"_a, "checksum"_a.none(),
-          "encoding"_a.none(), "coded"_a, "factors"_a.none(), "num_slots"_a, "num_readers"_a, "block_bytes"_a, "read_ahead"_a,
-          "direct"_a, "half_life_tokens"_a, "lock"_a, "policy"_a, "lookahead"_a, "drive_of_file"_a,
-          "copies"_a, "drives"_a)
+          "encoding"_a.none(), "coded"_a, "factors"_a.none(), "num_slots"_a, "num_readers"_a,
+          "block_bytes"_a, "read_ahead"_a, "direct"_a, "half_life_tokens"_a, "lock"_a, "policy"_a,
+          "lookahead"_a, "drive_of_file"_a, "copies"_a, "drives"_a)
       .def(
           "acquire",
           [](ExpertStore& store, int32_t layer, const Table<int32_t, 2>& ids) {

@@ -11,31 +11,18 @@
 #include "base/error.h"
 #include "kernels/place.h"
 #include "kernels/small_float.h"
+#include "kernels/words.h"
 
 namespace headrace {
 namespace {
 
-using Bytes16 = uint8_t __attribute__((vector_size(16)));
 using Signed16 = int8_t __attribute__((vector_size(16)));
 using Halves8 = uint16_t __attribute__((vector_size(16)));
-using Words4 = uint32_t __attribute__((vector_size(16)));
 
 constexpr int32_t kWordCodes = 8;
 constexpr int64_t kMinimumsAt = kBlockOutputs * 4;  // behind the scales
 constexpr int32_t kLargestGroup = 128;
 constexpr int64_t kNone = INT64_MAX;
-
-template <class T>
-T load_as(const uint8_t* p) {
-  T value;
-  std::memcpy(&value, p, sizeof value);
-  return value;
-}
-
-template <class T>
-void store_as(uint8_t* p, T value) {
-  std::memcpy(p, &value, sizeof value);
-}
 
 // A packed matrix that is being filled.
 struct Target {
@@ -75,17 +62,6 @@ Words4 pair_codes(Words4 x) {
   x ^= t ^ (t << 8);
   t = (x ^ (x >> 4)) & 0x00f000f0u;
   return x ^ t ^ (t << 4);
-}
-
-void transpose(Words4 (&rows)[4]) {
-  const Words4 a = __builtin_shufflevector(rows[0], rows[1], 0, 4, 1, 5);
-  const Words4 b = __builtin_shufflevector(rows[0], rows[1], 2, 6, 3, 7);
-  const Words4 c = __builtin_shufflevector(rows[2], rows[3], 0, 4, 1, 5);
-  const Words4 d = __builtin_shufflevector(rows[2], rows[3], 2, 6, 3, 7);
-  rows[0] = __builtin_shufflevector(a, c, 0, 1, 4, 5);
-  rows[1] = __builtin_shufflevector(a, c, 2, 3, 6, 7);
-  rows[2] = __builtin_shufflevector(b, d, 0, 1, 4, 5);
-  rows[3] = __builtin_shufflevector(b, d, 2, 3, 6, 7);
 }
 
 // A group of the sixteen outputs of a block, 32 inputs at a time.

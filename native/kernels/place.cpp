@@ -4,36 +4,10 @@
 #include <cstring>
 
 #include "kernels/small_float.h"
+#include "kernels/words.h"
 
 namespace headrace {
 namespace {
-
-// Sixteen bytes in a register of whatever the compiler targets: SSE2 and NEON have all that is
-// used.
-using Bytes16 = uint8_t __attribute__((vector_size(16)));
-using Words4 = uint32_t __attribute__((vector_size(16)));
-
-template <class T>
-T load_vector(const uint8_t* p) {
-  T value;
-  std::memcpy(&value, p, 16);
-  return value;
-}
-
-void store_vector(uint8_t* p, Words4 value) { std::memcpy(p, &value, 16); }
-void store_vector(uint8_t* p, Bytes16 value) { std::memcpy(p, &value, 16); }
-
-// Words i of four outputs become vector i.
-void transpose(Words4 (&rows)[4]) {
-  const Words4 a = __builtin_shufflevector(rows[0], rows[1], 0, 4, 1, 5);
-  const Words4 b = __builtin_shufflevector(rows[0], rows[1], 2, 6, 3, 7);
-  const Words4 c = __builtin_shufflevector(rows[2], rows[3], 0, 4, 1, 5);
-  const Words4 d = __builtin_shufflevector(rows[2], rows[3], 2, 6, 3, 7);
-  rows[0] = __builtin_shufflevector(a, c, 0, 1, 4, 5);
-  rows[1] = __builtin_shufflevector(a, c, 2, 3, 6, 7);
-  rows[2] = __builtin_shufflevector(b, d, 0, 1, 4, 5);
-  rows[3] = __builtin_shufflevector(b, d, 2, 3, 6, 7);
-}
 
 // Sixteen inputs at a time: four words of each output. `offset` is added to every code.
 template <bool kNibbles>
@@ -45,17 +19,17 @@ void place_words(const uint8_t* codes, int64_t stride, int32_t group, uint8_t of
     for (int32_t k = 0; k < group; k += 16) {
       Words4 words[4];
       for (int i = 0; i < 4; ++i) {
-        words[i] = load_vector<Words4>(codes + (output + i) * stride + k);
+        words[i] = load_as<Words4>(codes + (output + i) * stride + k);
         if constexpr (kNibbles) {
           words[i] = (Words4)((Bytes16)words[i] + (Bytes16)offsets);
         }
       }
       transpose(words);
       if constexpr (kNibbles) {
-        store_vector(to + k * 8, words[0] | words[1] << 4);
-        store_vector(to + k * 8 + 64, words[2] | words[3] << 4);
+        store_as(to + k * 8, words[0] | words[1] << 4);
+        store_as(to + k * 8 + 64, words[2] | words[3] << 4);
       } else {
-        for (int i = 0; i < 4; ++i) store_vector(to + k * 16 + i * 64, words[i]);
+        for (int i = 0; i < 4; ++i) store_as(to + k * 16 + i * 64, words[i]);
       }
     }
   }
@@ -136,7 +110,7 @@ int32_t place_scales(Format format, int32_t group, const CodeBand& band, int32_t
 void place_bytes(const uint8_t* codes, int64_t stride, int32_t group, uint8_t* packed) {
   for (int32_t k = 0; k < group; k += 16) {
     Bytes16 rows[16], next[16];
-    for (int i = 0; i < 16; ++i) rows[i] = load_vector<Bytes16>(codes + i * stride + k);
+    for (int i = 0; i < 16; ++i) rows[i] = load_as<Bytes16>(codes + i * stride + k);
     for (int round = 0; round < 4; ++round) {
       for (int i = 0; i < 8; ++i) {
         const Bytes16 x = rows[i], y = rows[i + 8];
@@ -147,7 +121,7 @@ void place_bytes(const uint8_t* codes, int64_t stride, int32_t group, uint8_t* p
       }
       std::memcpy(rows, next, sizeof rows);
     }
-    for (int i = 0; i < 16; ++i) store_vector(packed + (k + i) * 16, rows[i]);
+    for (int i = 0; i < 16; ++i) store_as(packed + (k + i) * 16, rows[i]);
   }
 }
 

@@ -15,10 +15,6 @@ constexpr std::array<const char*, 3> kPartNames{"gate", "up", "down"};
 
 size_t at(int64_t value) { return static_cast<size_t>(value); }
 
-const ExpertMatrix& matrix(const ExpertLayout& layout, int32_t part) {
-  return part == 0 ? layout.gate : part == 1 ? layout.up : layout.down;
-}
-
 int64_t num_values(const RowSource& source) { return int64_t{source.rows} * source.row_values; }
 
 // How a part of a record in place stands in its file.
@@ -85,7 +81,7 @@ void check_table(const RecordTable& table) {
     fail("record size " + std::to_string(record_bytes) + " is not a multiple of 4096");
   }
   for (int32_t part = 0; part < 3; ++part) {
-    const ExpertMatrix& one = matrix(table.layout, part);
+    const ExpertMatrix& one = table.layout.matrix(part);
     if (one.rows <= 0 || one.cols <= 0 || one.offset < 0 || one.offset % 64 != 0 ||
         one.offset >= record_bytes) {
       fail(std::string("matrix ") + kPartNames[at(part)] + " does not fit the record");
@@ -183,7 +179,7 @@ void ExpertStore::Load::consume(int32_t index, std::byte* bytes) {
     std::memmove(bytes - misfit, bytes, at(run.count * from.row_bytes));
     bytes -= misfit;
   }
-  const ExpertMatrix& one = matrix(table.layout, from.matrix);
+  const ExpertMatrix& one = table.layout.matrix(from.matrix);
   const float factor =
       table.factors.empty() ? 1.0f : table.factors[at(int64_t{record_} * 3 + from.matrix)];
   const int64_t bad = from.packer->pack(bytes, factor, one, run.first, run.count,
@@ -210,7 +206,7 @@ void ExpertStore::Load::finished(const std::optional<io::ReadFailure>& failure,
 void ExpertStore::Load::finish_matrices() {
   if (store_.table_.finish == nullptr) return;
   for (int32_t i = 0; i < 3; ++i) {
-    const ExpertMatrix& one = matrix(store_.table_.layout, i);
+    const ExpertMatrix& one = store_.table_.layout.matrix(i);
     store_.table_.finish(one, store_.slot_data(slot_) + one.offset);
   }
 }

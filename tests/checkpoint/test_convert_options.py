@@ -8,7 +8,6 @@ import pytest
 from checkpoint_helpers import Shape, write_checkpoint
 
 from headrace.checkpoint import open_checkpoint
-from headrace.cli.app import _run
 from headrace.convert.importance import Importance
 
 
@@ -16,16 +15,6 @@ from headrace.convert.importance import Importance
 def source(tmp_path: Path) -> Path:
     write_checkpoint(tmp_path / "hf", Shape())
     return tmp_path / "hf"
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        status = _run([str(a) for a in arguments])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
 
 
 @pytest.mark.parametrize(("options", "message"), [

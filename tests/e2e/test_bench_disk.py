@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 
 from headrace import _core, disk_bench, plan
-from headrace.cli.app import _run
 from headrace.disk_bench import measure_curve, open_target
 from headrace.drive import find_drive
 from headrace.errors import ConfigError
@@ -46,16 +44,6 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "some.bin"
     path.write_bytes(np.random.default_rng(0).bytes(100 * RECORD))
     return path
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        status = _run([str(a) for a in arguments])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
 
 
 def test_the_curve_of_a_file(cli: Any, file: Path) -> None:

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 
 from headrace import doctor, ops
-from headrace.cli.app import _run
 from headrace.doctor import OK, PROBLEM, WARNING, Finding, examine
 from headrace.drive import find_drive
 from headrace.errors import MemoryBudgetError
@@ -288,16 +286,6 @@ def test_a_model_that_does_not_fit(
     monkeypatch.setattr(doctor, "plan_model", refuse)
     found = by_subject(examine(str(container), root=machine), "fit")
     assert found == Finding("fit", PROBLEM, "memory is below the floor", "grant more `--memory`")
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        status = _run([str(a) for a in arguments])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    yield call
 
 
 def test_the_command_shows_levels_and_exits_by_them(cli: Any, container: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from headrace import LLM, ExpertConfig, SamplingParams
-from headrace.cli.app import _run
 from headrace.engine.loop import EngineLoop
 from headrace.models.blocks import Attention
 from headrace.plan import MemoryPlan
@@ -18,16 +17,6 @@ from headrace.profile import PhaseProfile, what_limits
 
 OPTIONS = ("-n", 6, "--temperature", 0, "--history", "off", "--memory", "4GiB", "--chunk", 4)
 OFF = ExpertConfig(history="off")
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        status = _run([str(a) for a in arguments])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from gguf_models import model_metadata, model_tensors, write_model, write_split_model
 from tiny_gguf import pack_file
-from tiny_models import open_model, open_store, run
+from tiny_models import logits_of
 
-from headrace.arrays import Float32
 from headrace.checkpoint import ContainerCheckpoint, GgufCheckpoint, open_checkpoint
 from headrace.checkpoint.gguf_blocks import (
     FLOATING,
@@ -27,27 +26,20 @@ from headrace.checkpoint.gguf_blocks import (
 from headrace.checkpoint.gguf_names import ARCHITECTURES
 from headrace.checkpoint.gguf_split import read_model
 from headrace.checkpoint.layout import Rule
-from headrace.cli.app import _run
 from headrace.convert import GgufRecipe, Recipe, convert, convert_to_gguf
 from headrace.convert.plan import make_plan
 from headrace.convert.recipe import KEPT_WHOLE, PRESETS, default_for, preset_for
 from headrace.errors import CheckpointError, ConfigError, EngineError, UnsupportedModelError
 from headrace.tokenizer import Tokenizer
 
-IDS = list(range(3, 20))
 TYPES = sorted({*QUANTISED, *FLOATING})
-
-
-def logits_of(path: Path, num_slots: int | None = None) -> Float32:
-    model, checkpoint = open_model(path)
-    with open_store(checkpoint, num_slots) as store:
-        return run(model, store, IDS, [len(IDS)])
 
 
 def require_same_logits(source: Path, made: Path) -> None:
     """Equal bits in place and converted, with all experts resident and with the fewest slots."""
-    wanted = logits_of(source).view(np.uint32)
-    assert logits_of(source).std() > 0.01
+    logits = logits_of(source)
+    assert logits.std() > 0.01
+    wanted = logits.view(np.uint32)
     np.testing.assert_array_equal(logits_of(made).view(np.uint32), wanted)
     np.testing.assert_array_equal(logits_of(made, 2).view(np.uint32), wanted)
 
@@ -324,16 +316,6 @@ def test_another_quantiser_does_not_go_on(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 # The command
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        status = _run([str(a) for a in arguments])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
 
 
 def test_the_command_keeps_codes_unless_asked(cli: Any, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from gguf_models import (
     write_split_model,
 )
 from tiny_gguf import pack_file
-from tiny_models import open_model, open_store, run
+from tiny_models import logits_of, open_model, open_store
 
 from headrace import _core
 from headrace.arrays import Float32
@@ -26,15 +26,8 @@ from headrace.convert import GgufRecipe, convert_to_gguf
 from headrace.errors import CheckpointError, EngineError, UnsupportedModelError
 from headrace.inspect import verify
 
-IDS = list(range(3, 20))
 TYPES = sorted({*QUANTISED, *FLOATING})
 TYPE_IDS = {type.name: id for id, type in BLOCK_TYPES.items()}
-
-
-def logits_of(path: Path, num_slots: int | None = None) -> Float32:
-    model, checkpoint = open_model(path)
-    with open_store(checkpoint, num_slots) as store:
-        return run(model, store, IDS, [len(IDS)])
 
 
 def values_of(path: Path, name: str) -> Float32:

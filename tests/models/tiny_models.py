@@ -92,6 +92,14 @@ def run(
     return run_in_pool(model, store, ids, chunks, kv, pages=[1, 0])
 
 
+def logits_of(path: Path, num_slots: int | None = None) -> Float32:
+    """Logits after a fixed prompt; all experts resident unless `num_slots` says less."""
+    model, checkpoint = open_model(path)
+    ids = list(range(3, 20))
+    with open_store(checkpoint, num_slots) as store:
+        return run(model, store, ids, [len(ids)])
+
+
 def run_in_pool(
     model: Decoder,
     store: ExpertStore | None,

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from headrace.checkpoint import Checkpoint, TensorInfo
-from headrace.checkpoint.huggingface import HuggingFaceCheckpoint
+from headrace.checkpoint import Checkpoint, HuggingFaceCheckpoint, TensorInfo
 from headrace.checkpoint.layout import (
     KEEP,
     DenseTensor,
@@ -14,8 +13,8 @@ from headrace.checkpoint.layout import (
     dense_order,
     weight_file_bytes,
 )
-from headrace.checkpoint.records import RecordLayout, make_record_layout
-from headrace.convert.recipe import EXPERT_ROLES, Assignment, tensor_class
+from headrace.checkpoint.records import EXPERT_ROLES, RecordLayout, make_record_layout
+from headrace.convert.recipe import Assignment, tensor_class
 from headrace.convert.source import FLOATING, open_source, small_files, table_of
 from headrace.errors import UnsupportedModelError
 from headrace.models.names import NameTable

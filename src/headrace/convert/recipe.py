@@ -18,11 +18,11 @@ from typing import Any
 
 from headrace.checkpoint import Checkpoint
 from headrace.checkpoint.layout import KEEP, Recipe, Rule
+from headrace.checkpoint.records import EXPERT_ROLES
 from headrace.convert.source import is_quantised
 from headrace.errors import ConfigError
 
 DENSE_CLASSES = ("attention", "ffn", "head", "other")
-EXPERT_ROLES = ("gate", "up", "down")
 EXPERT_CLASSES = ("experts", *(f"experts.{role}" for role in EXPERT_ROLES))
 
 PRESETS: Mapping[str, Recipe] = {

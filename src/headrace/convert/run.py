@@ -29,7 +29,7 @@ from headrace.checkpoint.layout import (
     expert_header,
     make_manifest,
 )
-from headrace.checkpoint.records import FLOAT_FORMATS, MatrixLayout, RecordTable
+from headrace.checkpoint.records import EXPERT_ROLES, FLOAT_FORMATS, MatrixLayout, RecordTable
 from headrace.checkpoint.safetensors import TensorEntry
 from headrace.checkpoint.values import (
     check_finite,
@@ -46,7 +46,6 @@ from headrace.checkpoint.writer import (
 from headrace.convert.importance import Importance
 from headrace.convert.plan import ConvertPlan, make_plan
 from headrace.convert.quantise import Quantiser
-from headrace.convert.recipe import EXPERT_ROLES
 from headrace.convert.source import (
     FLOATING,
     dense_entries,
