@@ -186,13 +186,14 @@ def test_settings_take_turns_and_end_with_the_places(file: Path, drive: Drive) -
 @pytest.mark.parametrize(
     ("speeds", "expected"),
     [
-        ({1: 1.0, 2: 1.2, 4: 1.25, 8: 1.3}, 2),
-        ({1: 1.2, 2: 1.2, 4: 1.25, 8: 1.3}, 1),
+        ({1: 1.0, 2: 1.2, 4: 1.25, 8: 1.3}, 4),
+        ({1: 1.2, 2: 1.2, 4: 1.25, 8: 1.3}, 2),
+        ({1: 1.3, 2: 1.0, 4: 1.0}, 1),
         ({1: 0.5, 2: 1.0, 4: 2.0, 8: 4.0}, 8),
         ({2: None, 4: 1.0}, 4),
     ],
 )
-def test_the_fewest_readers_near_the_best_are_chosen(
+def test_one_depth_more_than_the_fewest_near_the_best_is_chosen(
     speeds: dict[int, float | None], expected: int
 ) -> None:
     chosen = choose([rate(speed, setting(n, 1 << 20)) for n, speed in speeds.items()])

@@ -155,7 +155,7 @@ def _print(report: "DiskReport", is_kept: bool) -> None:
             f"best: {setting.readers} readers, blocks of {format_bytes(setting.block_bytes)}, "
             f"{'direct' if setting.direct else 'buffered'}: "
             f"{report.chosen.bytes_per_s / 1e9:.2f} GB/s "
-            "(the fewest readers within 10 % of the fastest)"
+            "(the second depth within 10 % of the fastest)"
             + ("; remembered for this drive" if is_kept else "")
         )
     for note in report.notes:

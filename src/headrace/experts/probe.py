@@ -36,8 +36,7 @@ LEAST_RECORDS_BYTES = 1 << 30
 """A model with fewer bytes of records is not probed at start: a second of reading would be much of
 all it ever reads, and its offsets would run out."""
 MARGIN = 0.1
-"""The fewest readers within this share of the best are chosen: more of them only lengthen the time
-until a record is whole. Another block size must win by as much."""
+"""Depths within this share of the best are alike. Another block size must win by as much."""
 BUFFERED_MARGIN = 0.25
 """Buffered reads must win by this much: they cost a copy, and the page cache of everybody else."""
 COUNTED_SHARE = 0.95
@@ -270,9 +269,10 @@ def _turns(rates: list[Rate], rounds: int) -> Iterator[tuple[Rate, int]]:
 def choose(rates: Sequence[Rate]) -> Rate | None:
     """Choose among measured settings.
 
-    The fewest readers within MARGIN of the best at the usual block size and mode; then another
-    block size at that depth if it wins by MARGIN; then buffered reads, if they win by
-    BUFFERED_MARGIN.
+    The second of the depths within MARGIN of the best, at the usual block size and mode: the fewest
+    keep the drive busy only while each reader gets a core at once, which decoding denies it; still
+    more only lengthen the time until a record is whole. Then another block size at that depth if it
+    wins by MARGIN; then buffered reads, if they win by BUFFERED_MARGIN.
 
     Returns:
         The rate chosen; None if no setting was measured.
@@ -284,7 +284,7 @@ def choose(rates: Sequence[Rate]) -> Rate | None:
         return None
     sizes = {rate.setting.block_bytes for rate in first_mode}
     usual = min(sizes, key=lambda size: (abs(size - USUAL_BLOCK_BYTES), size))
-    chosen = _fewest_readers([r for r in first_mode if r.setting.block_bytes == usual])
+    chosen = _one_to_spare([r for r in first_mode if r.setting.block_bytes == usual])
     readers = chosen.setting.readers
     for rate in (r for r in first_mode if r.setting.readers == readers):
         chosen = _better(chosen, rate, MARGIN)
@@ -293,12 +293,10 @@ def choose(rates: Sequence[Rate]) -> Rate | None:
     return chosen
 
 
-def _fewest_readers(rates: Sequence[Rate]) -> Rate:
+def _one_to_spare(rates: Sequence[Rate]) -> Rate:
     best = max(_speed(rate) for rate in rates)
-    return min(
-        (rate for rate in rates if _speed(rate) >= (1 - MARGIN) * best),
-        key=lambda rate: rate.setting.readers,
-    )
+    alike = [rate for rate in rates if _speed(rate) >= (1 - MARGIN) * best]
+    return sorted(alike, key=lambda rate: rate.setting.readers)[:2][-1]
 
 
 def _better(first: Rate, other: Rate, margin: float) -> Rate:
