@@ -1,110 +1,51 @@
 """Routed experts stored in codes, run in place: the same bits as from records packed beforehand."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors_files import Tensors, write_safetensors
+from coded_models import (
+    EXPERT_FORMATS,
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    LAYERS,
+    MIXTURES,
+    Change,
+    expert_module,
+    mixture_config,
+    write_coded_model,
+)
+from safetensors_files import Tensors
 from stored_codes import CASES
-from tiny_models import open_model, open_store, read_case_config, run
+from tiny_models import open_model, open_store, run
 
 from headrace import _core
 from headrace.checkpoint import HuggingFaceCheckpoint, open_checkpoint
-from headrace.checkpoint.layout import Recipe
 from headrace.checkpoint.records import EXPERT_ROLES, RecordTable
 from headrace.config import ExpertConfig
-from headrace.convert import convert
-from headrace.convert.gguf_plan import GgufRecipe, make_gguf_plan
-from headrace.errors import CheckpointError, EngineError, ExpertReadError, UnsupportedModelError
+from headrace.errors import CheckpointError, ExpertReadError, UnsupportedModelError
 from headrace.experts import ExpertStore
-from headrace.models.registry import REGISTRY, expert_names, load_spec
+from headrace.models.registry import expert_names, load_spec
 from headrace.plan import measure_sizes
 
-HIDDEN, INNER, EXPERTS, LAYERS, VOCAB = 128, 192, 4, 2, 64
-MODELS = ("qwen3_moe", "olmoe", "mixtral")
-FORMATS = (
-    "fp8", "fp8-e8m0", "nvfp4", "modelopt", "mxfp4", "packed-sym-32", "packed-sym-64",
-    "packed-asym-32", "packed-asym-64", "awq-32", "awq-64", "gptq-32", "gptq-64", "gptq_v2",
-)  # fmt: skip
-Change = Callable[[Tensors, dict[str, str]], None]
 Values = dict[tuple[int, int, str], np.ndarray]
-
-
-def _config(model: str) -> dict[str, object]:
-    config = read_case_config(model, "default")
-    config |= {
-        "hidden_size": HIDDEN, "intermediate_size": INNER, "vocab_size": VOCAB, "eos_token_id": 1,
-        "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4,
-        "num_experts_per_tok": 2, "tie_word_embeddings": False,
-        "num_local_experts" if model == "mixtral" else "num_experts": EXPERTS,
-    }  # fmt: skip
-    if model == "qwen3_moe":
-        config |= {
-            "moe_intermediate_size": INNER, "head_dim": 32, "mlp_only_layers": [],
-            "decoder_sparse_step": 1,
-        }  # fmt: skip
-    return config
 
 
 def _write(
     folder: Path, model: str, case: str, change: Change = lambda *_: None, shards: int = 1
 ) -> Values:
     """A model whose experts are in codes, router and attention in float32; returns the values."""
-    folder.mkdir(parents=True, exist_ok=True)
     settings, make, *_ = CASES[case]
-    config = _config(model) | {"quantization_config": settings}
-    (folder / "config.json").write_text(json.dumps(config))
-    tokenizer = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
-    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": tokenizer}))
-    rng = np.random.default_rng(7)
-
-    def plain(*shape: int) -> np.ndarray:
-        return (0.1 * rng.standard_normal(shape)).astype(np.float32)
-
-    tensors: Tensors = {
-        "model.embed_tokens.weight": plain(VOCAB, HIDDEN),
-        "lm_head.weight": plain(VOCAB, HIDDEN), "model.norm.weight": plain(HIDDEN),
-    }  # fmt: skip
-    dtypes: dict[str, str] = {}
-    values: Values = {}
-    names = REGISTRY[model].names.experts
-    assert names is not None
-    block = "block_sparse_moe" if model == "mixtral" else "mlp"
-    for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}."
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{prefix}{norm}.weight"] = plain(HIDDEN)
-        for proj in "qkvo":
-            tensors[f"{prefix}self_attn.{proj}_proj.weight"] = plain(HIDDEN, HIDDEN)
-        if model != "mixtral":
-            size = 32 if model == "qwen3_moe" else HIDDEN
-            for proj in "qk":
-                tensors[f"{prefix}self_attn.{proj}_norm.weight"] = plain(size)
-        tensors[f"{prefix}{block}.gate.weight"] = plain(EXPERTS, HIDDEN)
-        for expert in range(EXPERTS):
-            for role in EXPERT_ROLES:
-                shape = (HIDDEN, INNER) if role == "down" else (INNER, HIDDEN)
-                proj = getattr(names, role)
-                name = names.pattern.format(layer=layer, expert=expert, proj=proj)
-                stored, types, values[layer, expert, role] = make(rng, *shape)
-                module = name.removesuffix("weight")
-                tensors |= {module + suffix: array for suffix, array in stored.items()}
-                dtypes |= {module + suffix: dtype for suffix, dtype in types.items()}
-    change(tensors, dtypes)
-    if shards == 1:
-        write_safetensors(folder / "model.safetensors", tensors, dtypes)
-        return values
-    # Tensors of a matrix lie in several files.
-    weight_map = {}
-    for i in range(shards):
-        file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
-        part = {n: tensors[n] for n in list(tensors)[i::shards]}
-        write_safetensors(folder / file, part, dtypes)
-        weight_map.update(dict.fromkeys(part, file))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return values
+    config = mixture_config(model) | {"quantization_config": settings}
+    values = write_coded_model(folder, config, make, lambda n: ".experts." in n, change, shards)
+    return {
+        (layer, expert, role): values[expert_module(model, layer, expert, role)]
+        for layer in range(LAYERS)
+        for expert in range(EXPERTS)
+        for role in EXPERT_ROLES
+    }
 
 
 def _open(folder: Path) -> HuggingFaceCheckpoint:
@@ -147,7 +88,7 @@ def _records(table: RecordTable) -> dict[tuple[int, int], np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("case", FORMATS)
+@pytest.mark.parametrize("case", EXPERT_FORMATS)
 def test_records_hold_the_values_the_format_defines(case: str, tmp_path: Path) -> None:
     values = _write(tmp_path, "qwen3_moe", case, shards=3)
     checkpoint = _open(tmp_path)
@@ -173,8 +114,8 @@ def test_records_hold_the_values_the_format_defines(case: str, tmp_path: Path) -
             np.testing.assert_array_equal(_core.unpack(matrix), wanted)
 
 
-@pytest.mark.parametrize("case", FORMATS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("case", EXPERT_FORMATS)
+@pytest.mark.parametrize("model", MIXTURES)
 def test_the_model_gives_the_bits_of_packed_records(model: str, case: str, tmp_path: Path) -> None:
     _write(tmp_path, model, case)
     decoder, checkpoint = open_model(tmp_path)
@@ -304,15 +245,6 @@ def test_experts_of_two_kinds_are_refused(tmp_path: Path) -> None:
     _write(tmp_path, "qwen3_moe", "awq-64", plain)
     with pytest.raises(UnsupportedModelError, match="values in layer 1 and codes in layer 0"):
         _open(tmp_path)
-
-
-def test_convert_refuses_what_runs_as_it_is(tmp_path: Path) -> None:
-    _write(tmp_path / "model", "qwen3_moe", "awq-64")
-    with pytest.raises(EngineError, match="experts are stored in codes"):
-        convert(tmp_path / "model", tmp_path / "out", Recipe())
-    with pytest.raises(EngineError, match="experts are stored in codes"):
-        make_gguf_plan(tmp_path / "model", GgufRecipe())
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_plan_counts_records_as_they_are_held(tmp_path: Path) -> None:

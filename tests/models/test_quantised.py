@@ -1,13 +1,13 @@
 """Quantised matrices read in place: every value compared with the format's public definition."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors_files import Tensors, write_safetensors
+from coded_models import Change, write_coded_model
+from safetensors_files import Tensors
 from stored_codes import AWQ, CASES, FP8, GPTQ, Make, compressed
 from tiny_models import open_model, run
 
@@ -25,49 +25,15 @@ CONFIG = {
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 64,
     "tie_word_embeddings": False, "hidden_act": "silu",
 }  # fmt: skip
-MATRICES = {
-    "self_attn.q_proj": (128, HIDDEN), "self_attn.k_proj": (64, HIDDEN),
-    "self_attn.v_proj": (64, HIDDEN), "self_attn.o_proj": (HIDDEN, 128),
-    "mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN),
-    "mlp.down_proj": (HIDDEN, INNER),
-}  # fmt: skip
+PLAIN = "model.layers.1.self_attn.o_proj"
 
 
 def _write(
-    folder: Path,
-    settings: dict[str, Any],
-    make: Make,
-    change: Callable[[Tensors, dict[str, str]], None] = lambda *_: None,
+    folder: Path, settings: dict[str, Any], make: Make, change: Change = lambda *_: None
 ) -> dict[str, np.ndarray]:
     """Write a model whose matrices are quantised but for the embedding, head and one layer's o."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(5)
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": settings}))
-
-    def plain(*shape: int) -> np.ndarray:
-        return (0.1 * rng.standard_normal(shape)).astype(np.float32)
-
-    tensors: Tensors = {
-        "model.embed_tokens.weight": plain(VOCAB, HIDDEN),
-        "lm_head.weight": plain(VOCAB, HIDDEN), "model.norm.weight": plain(HIDDEN),
-    }  # fmt: skip
-    dtypes: dict[str, str] = {}
-    values: dict[str, np.ndarray] = {}
-    for layer in range(2):
-        prefix = f"model.layers.{layer}."
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{prefix}{norm}.weight"] = plain(HIDDEN)
-        for module, shape in MATRICES.items():
-            name = prefix + module
-            if name == "model.layers.1.self_attn.o_proj":
-                values[name] = tensors[name + ".weight"] = plain(*shape)
-                continue
-            stored, types, values[name] = make(rng, *shape)
-            tensors |= {f"{name}.{suffix}": array for suffix, array in stored.items()}
-            dtypes |= {f"{name}.{suffix}": dtype for suffix, dtype in types.items()}
-    change(tensors, dtypes)
-    write_safetensors(folder / "model.safetensors", tensors, dtypes)
-    return values
+    config = {**CONFIG, "quantization_config": settings}
+    return write_coded_model(folder, config, make, lambda name: name != PLAIN, change)
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
@@ -78,7 +44,7 @@ def test_every_value_is_the_one_the_format_defines(case: str, tmp_path: Path) ->
     for name, expected in values.items():
         matrix = checkpoint.load_matrix(name + ".weight")
         info = checkpoint.info(name + ".weight")
-        is_plain = name == "model.layers.1.self_attn.o_proj"
+        is_plain = name == PLAIN
         assert (matrix.format, matrix.group) == (("f32", 1) if is_plain else (format, group))
         assert (info.format, info.group, info.nbytes) == (
             matrix.format, matrix.group, matrix.nbytes
@@ -104,13 +70,10 @@ def test_a_quantised_model_runs_in_place(case: str, tmp_path: Path) -> None:
 def test_convert_takes_the_real_numbers(case: str, tmp_path: Path) -> None:
     settings, make, *_ = CASES[case]
     values = _write(tmp_path / "codes", settings, make)
-    tokenizer = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
     _write(tmp_path / "plain", settings, make, lambda *stored: _expand(*stored, values))
     (tmp_path / "plain" / "config.json").write_text(json.dumps(CONFIG))
     made = []
     for name in ("codes", "plain"):
-        text = json.dumps({"version": "1.0", "model": tokenizer})
-        (tmp_path / name / "tokenizer.json").write_text(text)
         convert(tmp_path / name, tmp_path / f"{name}.hr", Recipe(dense="q4"))
         made.append((tmp_path / f"{name}.hr" / "dense.safetensors").read_bytes())
     assert made[0] == made[1]
@@ -120,9 +83,6 @@ def test_convert_takes_the_real_numbers(case: str, tmp_path: Path) -> None:
 def test_convert_keeps_the_codes(case: str, tmp_path: Path) -> None:
     settings, make, format, group = CASES[case]
     _write(tmp_path / "codes", settings, make)
-    tokenizer = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
-    text = json.dumps({"version": "1.0", "model": tokenizer})
-    (tmp_path / "codes" / "tokenizer.json").write_text(text)
     source = open_checkpoint(tmp_path / "codes", None)
     assert default_for(source) == KEPT_WHOLE
     report = convert(tmp_path / "codes", tmp_path / "out", KEPT_WHOLE)
@@ -143,11 +103,11 @@ def _expand(tensors: Tensors, dtypes: dict[str, str], values: dict[str, np.ndarr
         tensors[name + ".weight"] = array.astype(np.float32)
 
 
-def _drop(name: str) -> Callable[[Tensors, dict[str, str]], None]:
+def _drop(name: str) -> Change:
     return lambda tensors, _: tensors.__delitem__(name)
 
 
-def _set(name: str, value: np.ndarray) -> Callable[[Tensors, dict[str, str]], None]:
+def _set(name: str, value: np.ndarray) -> Change:
     return lambda tensors, _: tensors.update({name: value})
 
 
@@ -174,9 +134,7 @@ Q = "model.layers.0.self_attn.q_proj."
         ("nvfp4", _set(Q + "weight_global_scale", np.zeros(1, np.float32)), Q + "weight"),
     ],
 )
-def test_damage_is_named(
-    case: str, change: Callable[[Tensors, dict[str, str]], None], message: str, tmp_path: Path
-) -> None:
+def test_damage_is_named(case: str, change: Change, message: str, tmp_path: Path) -> None:
     settings, make, *_ = CASES[case]
     _write(tmp_path, settings, make, change)
     with pytest.raises(EngineError, match=message) as caught:

@@ -100,6 +100,15 @@ def logits_of(path: Path, num_slots: int | None = None) -> Float32:
         return run(model, store, ids, [len(ids)])
 
 
+def require_same_logits(source: Path, made: Path) -> None:
+    """Equal bits in place and converted, with all experts resident and with the fewest slots."""
+    logits = logits_of(source)
+    assert logits.std() > 0.01
+    wanted = logits.view(np.uint32)
+    np.testing.assert_array_equal(logits_of(made).view(np.uint32), wanted)
+    np.testing.assert_array_equal(logits_of(made, 2).view(np.uint32), wanted)
+
+
 def run_in_pool(
     model: Decoder,
     store: ExpertStore | None,

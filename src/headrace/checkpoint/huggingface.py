@@ -122,17 +122,6 @@ class HuggingFaceCheckpoint(Checkpoint):
             return make_coded_table(self.coded_experts, layers, num_experts)
         return make_in_place_table(self.experts, layers, num_experts)
 
-    def require_plain_experts(self) -> None:
-        """Raise UnsupportedModelError if experts are stored in codes, for who wants values."""
-        for layer, by_expert in self.coded_experts.items():
-            matrix = by_expert[min(by_expert)]["gate"]
-            raise UnsupportedModelError(
-                f"experts are stored in codes ({matrix.method}): {matrix.name}, layer {layer}, "
-                f"checkpoint {self.path}\nexpected experts in BF16, F16 or F32 here\n"
-                "hint: the checkpoint runs as it is; to store it otherwise, convert from the "
-                "original weights"
-            )
-
     def entry(self, name: str) -> TensorEntry:
         """Return where a dense tensor of a floating dtype lies.
 

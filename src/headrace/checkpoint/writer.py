@@ -17,7 +17,7 @@ from headrace.arrays import Bytes
 from headrace.checkpoint.jsonfile import canonical_json
 from headrace.checkpoint.layout import DenseTensor, dense_header, expert_header
 from headrace.checkpoint.values import bytes_checksum
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, ExpertReadError
 
 TEMPORARY_SUFFIX = ".tmp"
 
@@ -47,6 +47,8 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         temporary.replace(path)
         sync_directory(path.parent)
+    except ExpertReadError:  # an OSError as well, of the source
+        raise
     except OSError as error:
         raise write_error(path, error) from error
     finally:

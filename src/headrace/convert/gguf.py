@@ -7,7 +7,7 @@ was killed leaves the temporary file, which the next run overwrites.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from headrace.checkpoint.gguf_blocks import BLOCK_VALUES, blocks_of_packed
 from headrace.checkpoint.gguf_header import GgufTensor
 from headrace.checkpoint.gguf_names import EXPERT_ROLES, ROPE_FACTORS, paired_rows
 from headrace.checkpoint.gguf_writer import GgufWriter, write_gguf
-from headrace.checkpoint.records import FLOAT_FORMATS
+from headrace.checkpoint.records import FLOAT_FORMATS, RecordLayout
 from headrace.checkpoint.safetensors import TensorEntry
 from headrace.checkpoint.values import (
     check_finite,
@@ -38,7 +38,7 @@ from headrace.checkpoint.values import (
 from headrace.checkpoint.writer import TEMPORARY_SUFFIX
 from headrace.convert.gguf_plan import DensePart, GgufPlan, GgufRecipe, make_gguf_plan
 from headrace.convert.run import Progress
-from headrace.convert.source import packed_pieces
+from headrace.convert.source import open_records, packed_pieces, read_records
 from headrace.errors import CheckpointError, ConfigError
 
 _FLOATING = frozenset(FLOAT_FORMATS.values())
@@ -187,36 +187,51 @@ class _Export:
 
     def _write_experts(self, index: int, layer: int) -> None:
         """Write a layer's three tensors, expert by expert: a record is read once."""
-        records = self.source.records
-        assert records is not None, "a layer with experts has records"
-        for expert in range(records.num_experts):
-            pieces = self._expert(index, layer, expert)
+        for expert, pieces in enumerate(self._experts(index, layer)):
             formats = self.plan.expert_formats
             for name, piece, format in zip(EXPERT_ROLES.values(), pieces, formats, strict=True):
                 blocks = _blocks(piece, format)
                 self.writer.write(f"blk.{layer}.{name}", expert * blocks.nbytes, blocks)
 
-    def _expert(self, index: int, layer: int, expert: int) -> Iterator[_Piece]:
-        """Gate, up and down of an expert, each whole."""
+    def _experts(self, index: int, layer: int) -> Iterator[Iterable[_Piece]]:
+        """Gate, up and down of each expert, each whole."""
         source, records = self.source, self.source.records
-        if isinstance(source, HuggingFaceCheckpoint):
-            for role in EXPERT_ROLES:
-                entry = source.experts[layer][expert][role]
-                data = np.empty(entry.nbytes, np.uint8)
-                read_range(entry.path, entry.offset, data)
-                (rows, cols), format = entry.shape, FLOAT_FORMATS[entry.dtype]
-                yield _Piece(entry.name, entry.path, 0, rows, cols, format, 0, data)
-            return
-        assert isinstance(source, ContainerCheckpoint), "a GGUF file's experts are copied"
-        assert records is not None and records.checksum is not None, "a container has checksums"
-        path = records.files[records.file[index, expert, 0]]
-        name, offset = f"layer {layer}, expert {expert}", int(records.offset[index, expert, 0])
-        record = np.empty(records.layout.record_bytes, np.uint8)
-        read_range(path, offset, record)
-        check_bytes(record, int(records.checksum[index, expert]), name, path, offset)
-        for m in records.layout.matrices:
-            data = record[m.offset : m.offset + m.nbytes]
-            yield _Piece(name, path, 0, m.rows, m.cols, m.format, m.group, data)
+        assert records is not None, "a layer with experts has records"
+        if isinstance(source, HuggingFaceCheckpoint) and records.coded:
+            with open_records(records) as store:
+                for expert, record in enumerate(read_records(store, layer)):
+                    yield _matrices(records.layout, record, source.path, layer, expert)
+        elif isinstance(source, HuggingFaceCheckpoint):
+            for expert in range(records.num_experts):
+                by_role = source.experts[layer][expert]
+                yield [_whole_piece(by_role[role]) for role in EXPERT_ROLES]
+        else:
+            assert records.checksum is not None, "a container has checksums"
+            record = np.empty(records.layout.record_bytes, np.uint8)
+            for expert in range(records.num_experts):
+                path = records.files[records.file[index, expert, 0]]
+                offset = int(records.offset[index, expert, 0])
+                read_range(path, offset, record)
+                name = f"layer {layer}, expert {expert}"
+                check_bytes(record, int(records.checksum[index, expert]), name, path, offset)
+                yield _matrices(records.layout, record, path, layer, expert)
+
+
+def _matrices(
+    layout: RecordLayout, record: Bytes, path: Path, layer: int, expert: int
+) -> Iterator[_Piece]:
+    """The matrices of a packed record."""
+    for role, m in zip(EXPERT_ROLES, layout.matrices, strict=True):
+        name, data = f"{role} of layer {layer}, expert {expert}", record[m.offset :][: m.nbytes]
+        yield _Piece(name, path, 0, m.rows, m.cols, m.format, m.group, data)
+
+
+def _whole_piece(entry: TensorEntry) -> _Piece:
+    """A matrix whose values lie row after row."""
+    data = np.empty(entry.nbytes, np.uint8)
+    read_range(entry.path, entry.offset, data)
+    (rows, cols), format = entry.shape, FLOAT_FORMATS[entry.dtype]
+    return _Piece(entry.name, entry.path, 0, rows, cols, format, 0, data)
 
 
 def _plain_pieces(entry: TensorEntry, cols: int) -> Iterator[_Piece]:

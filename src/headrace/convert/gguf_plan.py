@@ -18,7 +18,6 @@ from headrace.arrays import Float32
 from headrace.checkpoint import (
     Checkpoint,
     GgufCheckpoint,
-    HuggingFaceCheckpoint,
     open_checkpoint,
     read_config,
 )
@@ -106,8 +105,6 @@ def make_gguf_plan(path: Path, recipe: GgufRecipe) -> GgufPlan:
     """
     spec = load_spec(read_config(path))
     source = open_checkpoint(path, expert_names(spec))
-    if isinstance(source, HuggingFaceCheckpoint):
-        source.require_plain_experts()
     check_weights(spec, source)
     tokenizer = Tokenizer.of(source)
     _require_computable(spec, path)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from headrace.checkpoint import Checkpoint, HuggingFaceCheckpoint, TensorInfo
+from headrace.checkpoint import Checkpoint, TensorInfo
 from headrace.checkpoint.layout import (
     KEEP,
     DenseTensor,
@@ -85,8 +85,6 @@ def make_plan(path: Path, recipe: Recipe) -> ConvertPlan:
             rules do not fit.
     """
     spec, source = open_source(path)
-    if isinstance(source, HuggingFaceCheckpoint):
-        source.require_plain_experts()
     names = REGISTRY[spec.model_type].names
     head = names.name("embed_tokens" if spec.tie_word_embeddings else "lm_head")
     formats = Assignment(recipe)

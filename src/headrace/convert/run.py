@@ -57,7 +57,7 @@ from headrace.convert.source import (
     record_entries,
     table_of,
 )
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ExpertReadError
 from headrace.experts import ExpertStore
 from headrace.quant_search import SEARCH_VERSION
 
@@ -157,6 +157,8 @@ def convert(
             journal.begin(binding, str(source.resolve()), version)
             conversion = _Conversion(plan, journal, quantiser, importance, progress, supply)
             kept = conversion.run(binding)
+    except ExpertReadError:  # an OSError as well, of the source
+        raise
     except OSError as error:
         raise write_error(dest, error) from error
     num_files = len(plan.file_bytes())
