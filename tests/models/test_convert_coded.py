@@ -109,7 +109,8 @@ def test_a_bad_scale_is_named_and_nothing_is_left_under_the_name(tmp_path: Path)
         tensors[name][1, 9] = np.inf
 
     _write(tmp_path / "model", "qwen3_moe", "gptq-64", spoil)
-    with pytest.raises(ExpertReadError, match="^expert [a-z ]*: layer 1, expert 2, matrix down, file"):
+    wanted = r"^expert [a-z ]*: layer 1, expert 2, matrix down, file"
+    with pytest.raises(ExpertReadError, match=wanted):
         convert(tmp_path / "model", tmp_path / "out", KEPT_WHOLE)
     assert not (tmp_path / "out").exists()
     _write(tmp_path / "model", "qwen3_moe", "gptq-64")
