@@ -135,9 +135,10 @@ def pull_converted(
         shutil.rmtree(source)  # headers and holes: cheaper made anew than checked
     try:
         write_skeleton(repository, source, with_samples=True)
+        opened = open_source(source)
         if isinstance(recipe, str):
-            recipe = preset_for(recipe, open_source(source)[1])
-        plan = make_plan(source, recipe)
+            recipe = preset_for(recipe, opened.checkpoint)
+        plan = make_plan(opened, recipe)
         supply = RemoteSupply(repository, source)
         weights = max(0, sum(plan.file_bytes().values()) - _written_bytes(folder))
         _require_space(
@@ -149,7 +150,7 @@ def pull_converted(
         def tell(progress: Progress) -> None:
             show(progress.file, progress.done_bytes, progress.total_bytes)
 
-        report = convert(source, folder, recipe, tell, supply=supply)
+        report = convert(opened, folder, recipe, tell, supply=supply)
     finally:
         shutil.rmtree(source, ignore_errors=True)
     return PullReport(folder, report.total_bytes, report.already_done)

@@ -8,15 +8,20 @@ from pathlib import Path
 
 import pytest
 from checkpoint_helpers import Shape, write_checkpoint
+from coded_models import mixture_config, write_coded_model
 from hub_server import COMMIT, HubServer, serve
+from stored_codes import CASES
 
 from headrace import hub
 from headrace import pull as pull_module
+from headrace.checkpoint import Checkpoint, open_checkpoint
 from headrace.checkpoint.container import is_container
 from headrace.checkpoint.layout import Recipe
+from headrace.checkpoint.records import ExpertNames
 from headrace.cli.app import _run
 from headrace.config import EngineConfig
 from headrace.convert import convert
+from headrace.convert.recipe import KEPT_WHOLE
 from headrace.errors import CheckpointError, ConfigError, UnsupportedModelError
 from headrace.hub import Repository, find_pulled, open_repository, pulled_folder
 from headrace.inspect import describe
@@ -347,3 +352,36 @@ def test_repository_states_its_commit(server: HubServer) -> None:
     repository = open_repository(REPO, "main")
     assert isinstance(repository, Repository)
     assert repository.commit == COMMIT
+
+
+@pytest.mark.parametrize("case", ["nvfp4", "modelopt", "fp8", "gptq-64", "packed-asym-32"])
+def test_experts_in_codes_are_converted_on_the_way(
+    case: str, server: HubServer, source: Path, tmp_path: Path
+) -> None:
+    """Tensors of a matrix lie in three files; some share a number that no range of codes holds."""
+    for path in source.glob("model*"):
+        path.unlink()
+    settings, make, *_ = CASES[case]
+    config = mixture_config("qwen3_moe") | {"quantization_config": settings}
+    write_coded_model(source, config, make, lambda name: ".experts." in name, shards=3)
+    convert(source, tmp_path / "whole", KEPT_WHOLE)
+    report = pull_converted(open_repository(REPO), pulled_folder(REPO), "faithful")
+    names = sorted(p.name for p in (tmp_path / "whole").iterdir())
+    assert sorted(p.name for p in report.path.iterdir()) == names
+    _same_files(report.path, tmp_path / "whole", names)
+
+
+def test_headers_of_a_source_are_opened_once(
+    server: HubServer, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+
+    def open_counted(path: Path, names: ExpertNames | None) -> Checkpoint:
+        opened.append(path)
+        return open_checkpoint(path, names)
+
+    monkeypatch.setattr("headrace.convert.source.open_checkpoint", open_counted)
+    pull_converted(open_repository(REPO), pulled_folder(REPO), "small")
+    assert len(opened) == 1
+    assert _run(["convert", str(source), str(tmp_path / "out"), "--preset", "small"]) == 0
+    assert opened[1:] == [source]

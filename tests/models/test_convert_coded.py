@@ -47,7 +47,7 @@ def _greedy(path: Path, num_slots: int) -> list[int]:
 @pytest.mark.parametrize("model", MIXTURES)
 def test_the_container_gives_the_checkpoints_logits(model: str, case: str, tmp_path: Path) -> None:
     _write(tmp_path / "model", model, case)
-    source = open_source(tmp_path / "model")[1]
+    source = open_source(tmp_path / "model").checkpoint
     assert default_for(source) == KEPT_WHOLE
     report = convert(tmp_path / "model", tmp_path / "out", default_for(source))
     assert not report.losses

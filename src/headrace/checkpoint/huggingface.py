@@ -122,6 +122,15 @@ class HuggingFaceCheckpoint(Checkpoint):
             return make_coded_table(self.coded_experts, layers, num_experts)
         return make_in_place_table(self.experts, layers, num_experts)
 
+    def layer_table(self, layer: int) -> RecordTable:
+        """Describe one layer's experts again: its factors are read now, not when it was opened."""
+        return self._make_table([layer], config_num_experts(self.config))
+
+    def factor_entries(self, layer: int) -> list[TensorEntry]:
+        """Return where the numbers lie that all scales of an expert's matrix share."""
+        matrices = [m for by_role in self.coded_experts[layer].values() for m in by_role.values()]
+        return [entry for m in matrices if (entry := m.factor_entry) is not None]
+
     def entry(self, name: str) -> TensorEntry:
         """Return where a dense tensor of a floating dtype lies.
 

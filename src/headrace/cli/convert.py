@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from headrace.checkpoint.layout import Recipe
     from headrace.config import EngineConfig
     from headrace.convert.importance import Importance
+    from headrace.convert.source import OpenedSource
 
 
 def command(
@@ -101,16 +102,13 @@ def command(
                 raise typer.BadParameter(f"{option} does nothing for a GGUF file")
         _write_gguf(source, dest, experts, dense, as_json)
         return
-    from headrace.llm import resolve_model
-
-    recipe = _recipe(source, experts, group, dense, head, preset, recipe_file, scales)
-    source = resolve_model(source)
+    opened, recipe = _open(source, experts, group, dense, head, preset, recipe_file, scales)
     texts = _Texts(importance, calibrate, report, memory)
     texts.check(recipe, dry_run)
     if dry_run:
-        _print_sizes(source, recipe, as_json)
+        _print_sizes(opened, recipe, as_json)
     else:
-        _write_container(source, dest, recipe, texts, as_json)
+        _write_container(opened, dest, recipe, texts, as_json)
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ class _Texts:
                 raise typer.BadParameter(f"{option} does nothing with --dry-run")
 
 
-def _recipe(
+def _open(
     source: Path,
     experts: str | None,
     group: int | None,
@@ -147,7 +145,8 @@ def _recipe(
     preset: str | None,
     recipe_file: Path | None,
     scales: str | None,
-) -> "Recipe":
+) -> "tuple[OpenedSource, Recipe]":
+    """Open the source and work out its recipe, some of which depends on it."""
     from dataclasses import replace
 
     from headrace.checkpoint.layout import KEEP
@@ -167,21 +166,21 @@ def _recipe(
     with usage():
         make_recipe(experts, group, dense, head)  # wrong values first, before any file is opened
         recipe = None if recipe_file is None else read_recipe(recipe_file)
-    checkpoint = open_source(resolve_model(source))[1]
+    opened = open_source(resolve_model(source))
     if preset is not None:
-        recipe = preset_for(preset, checkpoint)
+        recipe = preset_for(preset, opened.checkpoint)
     elif recipe is None:
-        default = default_for(checkpoint)
+        default = default_for(opened.checkpoint)
         recipe = make_recipe(experts or default.experts, group, dense or default.dense, head)
     if recipe.formats == {KEEP}:
         if scales is not None:
             raise typer.BadParameter("--scales does nothing: no weight is rounded")
-        return recipe
+        return opened, recipe
     with usage():
-        return replace(recipe, scales=scales or "search")
+        return opened, replace(recipe, scales=scales or "search")
 
 
-def _print_sizes(source: Path, recipe: "Recipe", as_json: bool) -> None:
+def _print_sizes(source: "OpenedSource", recipe: "Recipe", as_json: bool) -> None:
     from headrace.cli.report import say
     from headrace.convert.plan import make_plan
     from headrace.metrics import format_bytes
@@ -200,7 +199,7 @@ def _print_sizes(source: Path, recipe: "Recipe", as_json: bool) -> None:
 
 
 def _write_container(
-    source: Path, dest: Path, recipe: "Recipe", texts: _Texts, as_json: bool
+    source: "OpenedSource", dest: Path, recipe: "Recipe", texts: _Texts, as_json: bool
 ) -> None:
     from headrace.cli.report import byte_progress, say
     from headrace.config import EngineConfig, parse_memory
@@ -212,7 +211,7 @@ def _write_container(
         config = EngineConfig(memory=parse_memory(texts.memory or "auto"))
         if texts.report is not None:
             read_text(texts.report)  # a wrong path is said now, not after hours
-    importance = _importance(source, dest, texts, config)
+    importance = _importance(source.path, dest, texts, config)
     with byte_progress(sys.stderr.isatty()) as show:
 
         def tell(progress: Progress) -> None:
@@ -222,7 +221,7 @@ def _write_container(
     comparison = None
     if texts.report is not None:
         with byte_progress(sys.stderr.isatty(), unit="tokens") as show:
-            comparison = compare(source, dest, texts.report, config, show)
+            comparison = compare(source.path, dest, texts.report, config, show)
     if as_json:
         compared = None if comparison is None else comparison.as_dict()
         print(json.dumps({**vars(report), "dest": str(dest), "comparison": compared}))

@@ -198,7 +198,7 @@ class _Export:
         source, records = self.source, self.source.records
         assert records is not None, "a layer with experts has records"
         if isinstance(source, HuggingFaceCheckpoint) and records.coded:
-            with open_records(records) as store:
+            with open_records(source, layer) as store:
                 for expert, record in enumerate(read_records(store, layer)):
                     yield _matrices(records.layout, record, source.path, layer, expert)
         elif isinstance(source, HuggingFaceCheckpoint):

@@ -15,7 +15,7 @@ from headrace.checkpoint.layout import (
 )
 from headrace.checkpoint.records import EXPERT_ROLES, RecordLayout, make_record_layout
 from headrace.convert.recipe import Assignment, tensor_class
-from headrace.convert.source import FLOATING, open_source, small_files, table_of
+from headrace.convert.source import FLOATING, OpenedSource, open_source, small_files, table_of
 from headrace.errors import UnsupportedModelError
 from headrace.models.names import NameTable
 from headrace.models.registry import REGISTRY
@@ -77,34 +77,35 @@ class ConvertPlan:
         return 2 * manifest + sum(map(len, self.files.values())) + (1 << 16)
 
 
-def make_plan(path: Path, recipe: Recipe) -> ConvertPlan:
-    """Open the source, check it as a model, and lay the container out.
+def make_plan(source: Path | OpenedSource, recipe: Recipe) -> ConvertPlan:
+    """Open the source unless it is open, check it as a model, and lay the container out.
 
     Raises:
         CheckpointError, UnsupportedModelError, ConfigError: as `open_source`; or a recipe whose
             rules do not fit.
     """
-    spec, source = open_source(path)
+    opened = open_source(source)
+    path, spec, checkpoint = opened.path, opened.spec, opened.checkpoint
     names = REGISTRY[spec.model_type].names
     head = names.name("embed_tokens" if spec.tie_word_embeddings else "lm_head")
     formats = Assignment(recipe)
-    tables = [t for t in (source.records, source.mtp_records) if t is not None]
+    tables = [t for t in (checkpoint.records, checkpoint.mtp_records) if t is not None]
     layout = _plan_records(tables[0].layout, formats) if tables else None
     if any(t.layout != tables[0].layout for t in tables):
         raise UnsupportedModelError(
             f"experts of the MTP layers have another shape than the model's: {path}"
         )
-    tensors = tuple(_plan_dense(source, names, spec, formats, head))
+    tensors = tuple(_plan_dense(checkpoint, names, spec, formats, head))
     formats.require_used(path)
     plan = ConvertPlan(
-        source=source,
+        source=checkpoint,
         model_type=spec.model_type,
         recipe=recipe,
         tensors=tensors,
         layers=tuple(layer for t in tables for layer in t.layers),
         num_experts=tables[0].num_experts if tables else 0,
         layout=layout,
-        files=small_files(source),
+        files=small_files(checkpoint),
         head=head,
         exact=frozenset(t.name for t in tensors if _is_router(t.name, names)),
     )

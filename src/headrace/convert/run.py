@@ -8,7 +8,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -48,6 +47,7 @@ from headrace.convert.plan import ConvertPlan, make_plan
 from headrace.convert.quantise import Quantiser
 from headrace.convert.source import (
     FLOATING,
+    OpenedSource,
     dense_entries,
     num_ahead,
     open_records,
@@ -58,7 +58,6 @@ from headrace.convert.source import (
     table_of,
 )
 from headrace.errors import ConfigError, ExpertReadError
-from headrace.experts import ExpertStore
 from headrace.quant_search import SEARCH_VERSION
 
 _log = logging.getLogger(__name__)
@@ -102,7 +101,7 @@ class Supply(Protocol):
 
 
 def convert(
-    source: Path,
+    source: Path | OpenedSource,
     dest: Path,
     recipe: Recipe,
     progress: Callable[[Progress], None] = lambda _: None,
@@ -120,7 +119,8 @@ def convert(
     somebody's work of hours, and the call is refused; the message says how to go on.
 
     Args:
-        source: directory of a Hugging Face checkpoint, or a GGUF file; only read.
+        source: directory of a Hugging Face checkpoint, or a GGUF file; only read. Its path, or
+            what `open_source` made of it.
         dest: the container to make. It must not exist, unless it is a finished container of the
             same source and recipe: then nothing is done.
         recipe: how weights are stored.
@@ -135,7 +135,8 @@ def convert(
         UnsupportedModelError: nothing here computes the model.
     """
     dest = dest.resolve()
-    if source.resolve() in dest.parents:
+    path = source if isinstance(source, Path) else source.path
+    if path.resolve() in dest.parents:
         raise ConfigError(
             f"destination lies inside the source: {dest}\n"
             "hint: a source is only read; choose a destination beside it"
@@ -154,7 +155,7 @@ def convert(
         with Journal(dest) as journal:
             journal.require_space(plan.file_bytes(), plan.other_bytes())
             version = SEARCH_VERSION if recipe.scales == "search" else None
-            journal.begin(binding, str(source.resolve()), version)
+            journal.begin(binding, str(path.resolve()), version)
             conversion = _Conversion(plan, journal, quantiser, importance, progress, supply)
             kept = conversion.run(binding)
     except ExpertReadError:  # an OSError as well, of the source
@@ -195,8 +196,6 @@ class _Conversion:
         self.progress = progress
         self.total = sum(plan.file_bytes().values())
         self.done, self.kept = 0, 0
-        self.opened = ExitStack()
-        self.stores: dict[RecordTable, ExpertStore] = {}
 
     def run(self, binding: dict[str, Any]) -> int:
         """Do what is left; return the number of files kept from an earlier run."""
@@ -205,8 +204,7 @@ class _Conversion:
             self.journal.publish(None)
             return len(plan.file_bytes())
         dense = self._dense()
-        with self.opened:
-            records = {layer: self._records(layer) for layer in plan.layers}
+        records = {layer: self._records(layer) for layer in plan.layers}
         for name, data in plan.files.items():
             write_bytes(partial / name, data)
         manifest = make_manifest(
@@ -332,14 +330,9 @@ class _Conversion:
             for expert, values in enumerate(ahead):
                 yield self._pack_record(layer, expert, values)
             return
-        for expert, record in enumerate(read_records(self._store(table), layer)):
-            yield self._take_record(layer, expert, table, record)
-
-    def _store(self, table: RecordTable) -> ExpertStore:
-        """The reader of a table's records, opened once."""
-        if table not in self.stores:
-            self.stores[table] = self.opened.enter_context(open_records(table))
-        return self.stores[table]
+        with open_records(source, layer) as store:
+            for expert, record in enumerate(read_records(store, layer)):
+                yield self._take_record(layer, expert, table, record)
 
     def _take_record(self, layer: int, expert: int, table: RecordTable, packed: Bytes) -> Bytes:
         """Take over a record as its reader packed it, but for matrices of another format."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -42,8 +43,17 @@ MAX_AHEAD = 4
 more than fit AHEAD_BYTES."""
 
 
-def open_source(path: Path) -> tuple[ModelSpec, Checkpoint]:
-    """Open what is to be converted, and check it as a model.
+@dataclass(frozen=True)
+class OpenedSource:
+    """What is to be converted, its headers read and checked."""
+
+    path: Path
+    spec: ModelSpec
+    checkpoint: Checkpoint
+
+
+def open_source(source: Path | OpenedSource) -> OpenedSource:
+    """Open what is to be converted, unless it is open, and check it as a model.
 
     Raises:
         CheckpointError: the source is damaged or incomplete (its tokenizer is part of it), or is a
@@ -51,16 +61,18 @@ def open_source(path: Path) -> tuple[ModelSpec, Checkpoint]:
         UnsupportedModelError: nothing here computes the model, or a tensor's type is foreign.
         ConfigError: its config holds a field that is not understood.
     """
-    spec = load_spec(read_config(path))
-    source = open_checkpoint(path, expert_names(spec))
-    if isinstance(source, ContainerCheckpoint):
+    if isinstance(source, OpenedSource):
+        return source
+    path, spec = source, load_spec(read_config(source))
+    checkpoint = open_checkpoint(path, expert_names(spec))
+    if isinstance(checkpoint, ContainerCheckpoint):
         raise CheckpointError(
             f"source is a container already: {path}\n"
             "hint: it runs as it is; to store it otherwise, convert from the original weights"
         )
-    check_weights(spec, source)
-    Tokenizer.of(source)  # refused now as it would be by whoever runs the container
-    return spec, source
+    check_weights(spec, checkpoint)
+    Tokenizer.of(checkpoint)  # refused now as it would be by whoever runs the container
+    return OpenedSource(path, spec, checkpoint)
 
 
 def is_quantised(source: Checkpoint) -> bool:
@@ -115,7 +127,7 @@ def table_of(source: Checkpoint, layer: int) -> RecordTable:
 
 
 def record_entries(source: Checkpoint, layer: int) -> list[TensorEntry]:
-    """The byte ranges that a layer's records are made of, one per matrix of an expert."""
+    """The byte ranges that a layer's records are made of."""
     table = table_of(source, layer)
     row = table.layers.index(layer)
     places = zip(
@@ -124,10 +136,14 @@ def record_entries(source: Checkpoint, layer: int) -> list[TensorEntry]:
         table.length[row].reshape(-1),
         strict=True,
     )
-    return [
+    ranges = [
         TensorEntry(f"experts of layer {layer}", "U8", (int(n),), table.files[f], int(at), int(n))
         for f, at, n in places
     ]
+    if table.factors is None:
+        return ranges
+    assert isinstance(source, HuggingFaceCheckpoint), "only these have factors"
+    return ranges + source.factor_entries(layer)
 
 
 def packed_pieces(matrix: Matrix) -> Iterator[tuple[int, int, Bytes]]:
@@ -144,8 +160,14 @@ def num_ahead(expert_bytes: int) -> int:
 
 
 @contextmanager
-def open_records(table: RecordTable) -> Iterator[ExpertStore]:
-    """Open the reader of a table's records, with room for a few of them."""
+def open_records(source: Checkpoint, layer: int) -> Iterator[ExpertStore]:
+    """Open the reader of a layer's records, with room for a few of them.
+
+    Call it when the layer's data are there: numbers that all scales of a matrix share are read now.
+    """
+    table = table_of(source, layer)
+    if table.factors is not None and isinstance(source, HuggingFaceCheckpoint):
+        table = source.layer_table(layer)
     slots = 1 + num_ahead(table.layout.record_bytes)
     with ExpertStore(table, num_slots=slots, readers=ExpertConfig()) as store:
         yield store
