@@ -238,6 +238,26 @@ nb::ndarray<nb::numpy, uint8_t> repack_coded(
   return to_numpy(std::move(packed), {static_cast<size_t>(size)});
 }
 
+nb::ndarray<nb::numpy, uint8_t> repack_rows(const ConstByteArray& source, const std::string& format,
+                                            int32_t rows, int32_t cols) {
+  const Format dtype = parse_format(format);
+  const int64_t row_bytes = has_groups(dtype) || rows < 1 || cols < 1
+                                ? -1
+                                : packed_bytes(dtype, kBlockOutputs, cols, 1) / kBlockOutputs;
+  if (row_bytes < 0 || static_cast<int64_t>(source.size()) != rows * row_bytes) {
+    throw Error(ErrorKind::Shape, "repack_rows: expected rows of a floating format, got " +
+                                      std::to_string(source.size()) + " bytes of " + format);
+  }
+  std::vector<uint8_t> packed(static_cast<size_t>(packed_bytes(dtype, rows, cols, 1)));
+  const int64_t bad = interleave_rows(reinterpret_cast<const std::byte*>(source.data()), dtype,
+                                      rows, cols, reinterpret_cast<std::byte*>(packed.data()));
+  if (bad >= 0) {
+    throw Error(ErrorKind::Checkpoint, "weight is not finite: value " + std::to_string(bad));
+  }
+  const size_t size = packed.size();
+  return to_numpy(std::move(packed), {size});
+}
+
 // Every layer's matrices consist of the same tensors.
 std::vector<store::RowSource> coded_sources(const std::vector<CodedTuple>& coded, size_t num_layers,
                                             const ExpertLayout& layout) {
@@ -466,6 +486,8 @@ void bind_lease(nb::module_& m) {
 }
 
 void bind_expert_store(nb::module_& m) {
+  m.def("repack_rows", &repack_rows, "source"_a, "format"_a, "rows"_a, "cols"_a,
+        "Rows of floating values, packed as a reader of records in place does.");
   m.def("repack_coded", &repack_coded, "tensors"_a, "format"_a, "rows"_a, "cols"_a, "group"_a,
         "factor"_a = 1.0f,
         "A packed matrix from (description, bytes) of the tensors that it is stored as.");

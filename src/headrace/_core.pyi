@@ -61,6 +61,7 @@ def pack_codes(
     group: int,
     name: str = "",
 ) -> Bytes: ...
+def repack_rows(source: Bytes, format: str, rows: int, cols: int) -> Bytes: ...
 def repack_coded(
     tensors: Sequence[tuple[tuple[int, str, str, str, int, int], Bytes]],
     format: str,

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -37,6 +37,7 @@ from headrace.experts import ExpertStore, History, StoreStats
 from headrace.experts.forecast import make_forecast
 from headrace.experts.history import default_path
 from headrace.experts.reading import Reading, drive_rates, observe_run, resolve_reading
+from headrace.experts.repack import measure_repack
 from headrace.hub import find_pulled
 from headrace.inspect import open_model
 from headrace.metrics import (
@@ -713,6 +714,8 @@ def plan_model(model: str | Path, config: EngineConfig) -> MemoryPlan:
     )
     plan = with_tuned(plan, tuned)
     records = checkpoint.records
+    if records is not None:
+        plan = replace(plan, repack_bytes_per_s=measure_repack(records))
     if records is None or history is None or plan.is_resident:
         return plan
     forecast = make_forecast(

@@ -69,6 +69,7 @@ class ModelSizes:
     record_read_bytes: int  # read from the drive per record
     reader_bytes: int  # scratch of one reader thread
     tokenizer_bytes: int  # size of tokenizer.json
+    embedding_has_rows: bool = True  # else it is in codes and cannot stay on the drive
 
     @property
     def working_set_records(self) -> int:
@@ -86,11 +87,12 @@ class ModelSizes:
 def measure_sizes(spec: ModelSpec, checkpoint: Checkpoint, kv: str) -> ModelSizes:
     """Take the sizes from headers; reads no weights."""
     names = set(dense_names(spec))
-    embedding = 0
+    embedding, has_rows = 0, True
     if not spec.tie_word_embeddings:
         name = embedding_name(spec)
         names.discard(name)
         embedding = checkpoint.info(name).nbytes
+        has_rows = checkpoint.has_rows(name)
     records = checkpoint.records
     tokenizer = checkpoint.tokenizer_dir / "tokenizer.json"
     return ModelSizes(
@@ -111,6 +113,7 @@ def measure_sizes(spec: ModelSpec, checkpoint: Checkpoint, kv: str) -> ModelSize
         record_read_bytes=records.read_bytes if records else 0,
         reader_bytes=_reader_bytes(checkpoint),
         tokenizer_bytes=tokenizer.stat().st_size if tokenizer.is_file() else 0,
+        embedding_has_rows=has_rows,
     )
 
 
@@ -165,6 +168,7 @@ class MemoryPlan:
     drive_bytes_per_s: float | None  # as measured with these readers; None if nobody has
     notes: tuple[str, ...]
     forecast: Forecast | None  # by the routing of the last tokens; None without them
+    repack_bytes_per_s: float | None = None  # of the files, by one core; None if nothing is packed
 
     @property
     def is_resident(self) -> bool:
@@ -215,6 +219,12 @@ class MemoryPlan:
                 return speed
         drive = drive_bytes_per_s or self.drive_bytes_per_s
         return None if drive is None else self.tokens_per_s(drive, self.expected_hit_rate or 0.0)
+
+    @property
+    def repack_seconds_per_token(self) -> float | None:
+        """Seconds of one core that a token takes to pack all it reads, if no expert is held."""
+        rate = self.repack_bytes_per_s
+        return None if rate is None else self.cold_bytes_per_token / rate
 
     def with_forecast(self, forecast: Forecast | None) -> "MemoryPlan":
         """Return the plan with what a replay of the last tokens says of its slots."""
@@ -333,7 +343,7 @@ def make_plan(
     rest = ceiling_bytes - sum(fixed.values()) - margin
     all_records = sizes.num_records * sizes.record_bytes
     fits_whole = rest >= sizes.embedding_bytes + all_records + work(least_chunk)
-    is_resident = config.embedding == "resident" or (config.embedding == "auto" and fits_whole)
+    is_resident = _must_be_resident(sizes, config) or (config.embedding == "auto" and fits_whole)
     embedding_bytes = sizes.embedding_bytes if is_resident else 0
     rest -= embedding_bytes
     chunk = min(context, LARGEST_CHUNK) if config.chunk == "auto" else least_chunk
@@ -372,6 +382,17 @@ def make_plan(
         notes=_notes(sizes, num_slots),
         forecast=None,
     )
+
+
+def _must_be_resident(sizes: ModelSizes, config: EngineConfig) -> bool:
+    if sizes.embedding_has_rows:
+        return config.embedding == "resident"
+    if config.embedding == "drive":
+        raise ConfigError(
+            "option `embedding` cannot be `drive`: the model's table is in codes, and single rows "
+            "of it are not read\nexpected auto or resident"
+        )
+    return True
 
 
 def _num_slots(sizes: ModelSizes, config: EngineConfig, rest: int) -> int:
@@ -456,7 +477,7 @@ def _check_floor(
     floor_slots: int,
 ) -> int:
     """Return the least ceiling that runs, or refuse with the sum."""
-    embedding = sizes.embedding_bytes if config.embedding == "resident" else 0
+    embedding = sizes.embedding_bytes if _must_be_resident(sizes, config) else 0
     parts = sum(fixed.values()) + embedding + work + floor_slots
     floor = max(parts + MARGIN_BYTES, math.ceil(parts / (1 - MARGIN_SHARE)))
     if ceiling >= floor:

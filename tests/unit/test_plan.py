@@ -161,3 +161,15 @@ def test_auto_leaves_headroom_and_counts_what_is_held_already(tmp_path: Path) ->
     assert auto_ceiling(0, tmp_path) == 256 * MIB
     with pytest.raises(ConfigError, match="--memory"):
         auto_ceiling(0, tmp_path / "empty")
+
+
+def test_an_embedding_in_codes_is_always_resident() -> None:
+    packed = replace(BIG, embedding_has_rows=False)
+    made = plan(2048 * MIB, packed)
+    assert not made.is_resident
+    assert made.embedding == "resident"
+    assert made.embedding_bytes == BIG.embedding_bytes
+    floors = [plan(8192 * MIB, sizes).floor_bytes for sizes in (BIG, packed)]
+    assert floors[1] >= floors[0] + BIG.embedding_bytes
+    with pytest.raises(ConfigError, match="`embedding` cannot be `drive`"):
+        plan(2048 * MIB, packed, embedding="drive")

@@ -208,10 +208,16 @@ class Checkpoint(ABC):
         """
 
     @abstractmethod
-    def embedding(self, name: str, resident: bool) -> EmbeddingTable:
-        """Open the embedding table.
+    def has_rows(self, name: str) -> bool:
+        """Whether single rows of a table can be read; one in codes is packed and always resident.
 
-        A table that is stored packed (a container whose head is tied to it) is always resident.
+        Raises:
+            CheckpointError: there is none of that name.
+        """
+
+    @abstractmethod
+    def embedding(self, name: str, resident: bool) -> EmbeddingTable:
+        """Open the embedding table; without rows of its own it is always resident.
 
         Args:
             name: Hugging Face name.

@@ -162,6 +162,11 @@ class ContainerCheckpoint(Checkpoint):
             raise CheckpointError(f"tensor is not a vector: {name}, checkpoint {self.path}")
         return self.load_bytes(name).view(np.float32)
 
+    def has_rows(self, name: str) -> bool:
+        """See `Checkpoint.has_rows`."""
+        self.info(name)
+        return self.dense[name].kind == "rows"
+
     def embedding(self, name: str, resident: bool) -> EmbeddingTable:
         """Open the embedding table; see `Checkpoint.embedding`."""
         self.info(name)

@@ -30,7 +30,9 @@ from headrace.checkpoint.gguf_names import ARCHITECTURES, ROPE_FACTORS, paired_r
 from headrace.checkpoint.gguf_rope import llama3_scaling
 from headrace.checkpoint.gguf_split import GgufModel, read_model
 from headrace.checkpoint.gguf_tokenizer import tokenizer_config, tokenizer_json
+from headrace.checkpoint.huggingface import open_rows
 from headrace.checkpoint.records import FLOAT_FORMATS
+from headrace.checkpoint.safetensors import TensorEntry
 from headrace.checkpoint.values import check_finite, read_range
 from headrace.errors import CheckpointError, UnsupportedModelError
 
@@ -150,11 +152,25 @@ class GgufCheckpoint(Checkpoint):
         tensor = self._tensor(name, 1)
         return self._values(name, tensor, np.zeros(1, np.int64)).reshape(-1)
 
+    def has_rows(self, name: str) -> bool:
+        """See `Checkpoint.has_rows`."""
+        self.info(name)
+        return not self.is_quantised(name) and not self.has_own_row_order(name)
+
     def embedding(self, name: str, resident: bool) -> EmbeddingTable:
-        """Open the embedding table, always resident; see `Checkpoint.embedding`."""
-        rows, cols = self._tensor(name, 2).shape
+        """Open the embedding table; see `Checkpoint.embedding`."""
+        tensor = self._tensor(name, 2)
+        if self.has_rows(name):
+            return open_rows(self.rows_entry(name), FLOAT_FORMATS[tensor.type.name], resident)
         matrix = self.load_matrix(name)
-        return EmbeddingTable(matrix, rows, cols, matrix.format)
+        return EmbeddingTable(matrix, matrix.rows, matrix.cols, matrix.format)
+
+    def rows_entry(self, name: str) -> TensorEntry:
+        """Return where the values of a floating tensor lie row after row."""
+        tensor = self._sources[name]
+        return TensorEntry(
+            name, tensor.type.name, tensor.shape, tensor.path, tensor.offset, tensor.nbytes
+        )
 
     def _tensor(self, name: str, num_dims: int) -> GgufTensor:
         self.info(name)

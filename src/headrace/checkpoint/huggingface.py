@@ -185,8 +185,16 @@ class HuggingFaceCheckpoint(Checkpoint):
         check_finite(data, FLOAT_FORMATS[entry.dtype], name, entry.path)
         return to_float32(data, FLOAT_FORMATS[entry.dtype])
 
+    def has_rows(self, name: str) -> bool:
+        """See `Checkpoint.has_rows`."""
+        self.info(name)
+        return name not in self.quantised
+
     def embedding(self, name: str, resident: bool) -> EmbeddingTable:
         """Open the embedding table; see `Checkpoint.embedding`."""
+        if not self.has_rows(name):
+            matrix = self.load_matrix(name)
+            return EmbeddingTable(matrix, matrix.rows, matrix.cols, matrix.format)
         entry = self.entry(name)
         require_dimensions(name, entry.shape, 2, self.path)
         return open_rows(entry, FLOAT_FORMATS[entry.dtype], resident)

@@ -134,6 +134,7 @@ def _plan_lines(plan: "MemoryPlan", drive_bytes_per_s: float | None) -> list[str
         else "expected hit rate: 100 % once read"
     )
     lines.append(_reading_line(plan))
+    lines += _repack_lines(plan)
     lines.append(_speed_line(plan, drive_bytes_per_s))
     return lines
 
@@ -151,6 +152,19 @@ def _reading_line(plan: "MemoryPlan") -> str:
         f"readers: {plan.readers}, largest read {format_bytes(plan.block_bytes)} "
         f"({plan.readers_from}{measured})"
     )
+
+
+def _repack_lines(plan: "MemoryPlan") -> list[str]:
+    rate, seconds = plan.repack_bytes_per_s, plan.repack_seconds_per_token
+    if rate is None or seconds is None:
+        return []
+    cores = ""
+    if plan.drive_bytes_per_s is not None:
+        cores = f"; {plan.drive_bytes_per_s / rate:.2f} cores keep up with the drive"
+    return [
+        f"packing what is read: {rate / 1e9:.2f} GB/s per core here, {1e3 * seconds:.0f} ms of a "
+        f"core per token, cold{cores}"
+    ]
 
 
 def _speed_line(plan: "MemoryPlan", drive_bytes_per_s: float | None) -> str:

@@ -107,10 +107,7 @@ def plain_rows(source: Checkpoint, name: str) -> TensorEntry | None:
     if isinstance(source, HuggingFaceCheckpoint):
         return source.entry(name)
     if isinstance(source, GgufCheckpoint) and not source.has_own_row_order(name):
-        tensor = source.source(name)
-        return TensorEntry(
-            name, tensor.type.name, tensor.shape, tensor.path, tensor.offset, tensor.nbytes
-        )
+        return source.rows_entry(name)
     return None
 
 
