@@ -14,12 +14,14 @@ constexpr int32_t kMinSlots = 2;
 constexpr double kUsualBytesPerS = 1e9;  // of a drive alone: nothing depends on it
 constexpr int32_t kNoRow = -1;
 
-// Of the slots that lookahead may fill: one in so many, and at most so many. A step of many tokens
-// will want most of the next layer; one of few tokens leaves the drive idle for a few records.
+// Of the slots that lookahead may fill: one in so many, and at most so many. One of few tokens
+// leaves the drive idle for a few records.
 constexpr int32_t kSlotsPerStaged = 8;
 constexpr int32_t kMostStaged = 8;
-constexpr int32_t kMostStagedOfMany = 32;
+// A step of many tokens wants nearly all of the next layer, and computes on a layer about as long
+// as the drive reads it: the whole of it may be on the way.
 constexpr int32_t kManyTokens = 32;
+constexpr int32_t kSlotsPerStagedOfMany = 3;
 
 int64_t elapsed_ns(std::chrono::steady_clock::time_point since) {
   const auto duration = std::chrono::steady_clock::now() - since;
@@ -605,9 +607,9 @@ bool ExpertStore::wants_advice() const {
 }
 
 int32_t ExpertStore::most_staged_locked(int32_t num_tokens) const {
-  const int32_t most = num_tokens < kManyTokens ? kMostStaged : kMostStagedOfMany;
   const int32_t num_slots = static_cast<int32_t>(slots_.size() - retired_.size());
-  return std::min(num_slots / kSlotsPerStaged, most);
+  if (num_tokens >= kManyTokens) return num_slots / kSlotsPerStagedOfMany;
+  return std::min(num_slots / kSlotsPerStaged, kMostStaged);
 }
 
 void ExpertStore::look_ahead(int32_t layer, std::span<const int32_t> ids, int32_t num_tokens) {

@@ -552,6 +552,20 @@ def test_lookahead_gives_up_no_more_slots_than_are_set_aside(records: Records) -
         assert store.stats().misses - before.misses <= 4  # two slots, and what took their place
 
 
+def test_a_step_of_many_tokens_reads_the_next_layer_ahead(records: Records) -> None:
+    with records.open(num_slots=18) as store:
+        for layer in (1, 2):
+            read_all(store, layer, [range(8)])
+        before = store.stats()
+        store.look_ahead(5, np.arange(32, dtype=np.int32)[:, None] % 8)
+        wait_until(lambda: store.stats().prefetch_bytes == 6 * store.record_bytes)
+        for expert, data in read_all(store, 5, [range(8)]).items():
+            records.check(5, expert, data)
+        stats = store.stats()
+        assert (stats.lookahead_used, stats.misses - before.misses) == (6, 2)
+        store.debug_check()
+
+
 @pytest.mark.parametrize(("num_slots", "lookahead"), [(7, "auto"), (24, "auto"), (16, "off")])
 def test_lookahead_wants_no_advice_where_it_cannot_help(
     records: Records, num_slots: int, lookahead: str
