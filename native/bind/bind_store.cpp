@@ -162,6 +162,7 @@ class CodedRowPacker final : public store::RowPacker {
     if (tensor_.kind == CodedKind::Bytes) {
       return not_finite("expected finite values only, got a code that is NaN");
     }
+    if (tensor_.kind == CodedKind::ValuesByInput) return not_finite();
     return not_finite(tensor_.factor == ScaleFactor::None
                           ? "expected scales that are finite and fit, got another"
                           : "expected scales that are finite with the number they share "
@@ -171,6 +172,26 @@ class CodedRowPacker final : public store::RowPacker {
  private:
   CodedTensor tensor_;
 };
+
+// Rows of a tensor of gate and up; the gate's place is given, up's is told by the layout.
+class GateUpRowPacker final : public store::RowPacker {
+ public:
+  GateUpRowPacker(const CodedTensor& tensor, GateUp split, const ExpertLayout& layout)
+      : tensor_(tensor), split_(split), step_(layout.up.offset - layout.gate.offset) {}
+  int64_t pack(const std::byte* source, float factor, const ExpertMatrix& matrix, int32_t first,
+               int32_t count, std::byte* dest) const override {
+    return place_gate_up(source, tensor_, split_, factor, matrix, first, count, dest, dest + step_);
+  }
+  Complaint complaint() const override { return CodedRowPacker(tensor_).complaint(); }
+
+ private:
+  CodedTensor tensor_;
+  GateUp split_;
+  int64_t step_;
+};
+
+// In place of a matrix: a tensor of gate and up; added to the number of a GateUp.
+constexpr int32_t kGateUp = 3;
 
 // A coded tensor as Python names it: matrix, kind, type of scales, use of the factor, group and
 // what is added to zeros.
@@ -258,6 +279,24 @@ nb::ndarray<nb::numpy, uint8_t> repack_rows(const ConstByteArray& source, const 
   return to_numpy(std::move(packed), {size});
 }
 
+store::RowSource gate_up_source(const CodedTensor& tensor, int32_t number,
+                                const ExpertLayout& layout) {
+  const ExpertMatrix &gate = layout.gate, &up = layout.up;
+  if (number > static_cast<int32_t>(GateUp::ColumnsAlternate) || gate.format != up.format ||
+      gate.rows != up.rows || gate.cols != up.cols || gate.group != up.group) {
+    throw Error(ErrorKind::Shape, "gate and up cannot stand in one tensor");
+  }
+  const auto split = static_cast<GateUp>(number);
+  const CodedRows rows = gate_up_rows(tensor, split, gate);
+  return {0,
+          rows.rows,
+          rows.row_bytes,
+          rows.row_values,
+          rows.granule,
+          1,
+          std::make_shared<GateUpRowPacker>(tensor, split, layout)};
+}
+
 // Every layer's matrices consist of the same tensors.
 std::vector<store::RowSource> coded_sources(const std::vector<CodedTuple>& coded, size_t num_layers,
                                             const ExpertLayout& layout) {
@@ -265,6 +304,10 @@ std::vector<store::RowSource> coded_sources(const std::vector<CodedTuple>& coded
   for (const CodedTuple& one : coded) {
     const int32_t index = std::get<0>(one);
     const CodedTensor tensor = to_coded(one);
+    if (index >= kGateUp) {
+      sources.push_back(gate_up_source(tensor, index - kGateUp, layout));
+      continue;
+    }
     const CodedRows rows = coded_rows(tensor, matrix_of(layout, index));
     sources.push_back({index, rows.rows, rows.row_bytes, rows.row_values, rows.granule, 1,
                        std::make_shared<CodedRowPacker>(tensor)});

@@ -7,6 +7,7 @@
 #include <bit>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "base/error.h"
 #include "kernels/place.h"
@@ -457,6 +458,43 @@ int64_t check_groups(const uint8_t* source, const CodedTensor& tensor, int32_t f
   return kNone;
 }
 
+// ---- values
+
+template <class T>
+int64_t values_by_input(const uint8_t* source, T exponent, const ExpertMatrix& matrix,
+                        int32_t first, int32_t count, std::byte* packed) {
+  int64_t bad = kNone;
+  T* const target = reinterpret_cast<T*>(packed);
+  T values[kBlockOutputs];
+  for (int32_t row = 0; row < count; ++row) {
+    for (int32_t n = 0; n < matrix.rows; n += kBlockOutputs) {
+      const int32_t outputs = std::min(kBlockOutputs, matrix.rows - n);
+      const int64_t at = int64_t{row} * matrix.rows + n;
+      std::fill_n(values, kBlockOutputs, T{});
+      std::memcpy(values, source + at * static_cast<int64_t>(sizeof(T)),
+                  static_cast<size_t>(outputs) * sizeof(T));
+      for (int32_t i = 0; i < kBlockOutputs; ++i) {
+        if ((values[i] & exponent) == exponent) bad = std::min(bad, at + i);
+      }
+      const int64_t block = n / kBlockOutputs;
+      std::memcpy(target + (block * matrix.cols + first + row) * kBlockOutputs, values,
+                  sizeof values);
+    }
+  }
+  return bad;
+}
+
+int64_t place_values(const uint8_t* source, const ExpertMatrix& matrix, int32_t first,
+                     int32_t count, std::byte* packed) {
+  if (matrix.format == Format::F32) {
+    return values_by_input<uint32_t>(source, 0x7f800000u, matrix, first, count, packed);
+  }
+  const uint16_t exponent = matrix.format == Format::F16 ? 0x7c00u : 0x7f80u;
+  return values_by_input<uint16_t>(source, exponent, matrix, first, count, packed);
+}
+
+int64_t value_bytes(Format format) { return format == Format::F32 ? 4 : 2; }
+
 int64_t place_any(const uint8_t* source, const CodedTensor& tensor, float factor, int32_t first,
                   int32_t count, const Target& target) {
   switch (tensor.kind) {
@@ -486,6 +524,8 @@ int64_t place_any(const uint8_t* source, const CodedTensor& tensor, float factor
       return kNone;
     case CodedKind::GroupOfInput:
       return check_groups(source, tensor, first, count);
+    case CodedKind::ValuesByInput:  // has no groups: see place_values
+      return kNone;
   }
   return kNone;
 }
@@ -500,6 +540,9 @@ bool fits(const CodedTensor& tensor, const ExpertMatrix& matrix) {
   const CodedKind kind = tensor.kind;
   const bool is_tiled = kind == CodedKind::ScalesByTile;
   const bool has_zeros = matrix.format == Format::Q4A;
+  if (kind == CodedKind::ValuesByInput) {
+    return matrix.rows > 0 && matrix.cols > 0 && !has_groups(matrix.format);
+  }
   if (matrix.rows <= 0 || matrix.cols <= 0 || tensor.group <= 0 || !has_groups(matrix.format) ||
       tensor.group % matrix.group != 0) {
     return false;
@@ -534,10 +577,10 @@ Kind parse_name(std::string_view name, const std::array<const char*, N>& names, 
 }  // namespace
 
 CodedKind parse_coded_kind(std::string_view name) {
-  static constexpr std::array<const char*, 11> kNames{
+  static constexpr std::array<const char*, 12> kNames{
       "nibbles_by_output", "nibbles_by_input",  "nibbles_interleaved", "bytes",
       "scales_by_output",  "scales_by_group",   "scales_by_tile",      "zeros_by_output",
-      "zeros_by_group",    "zeros_interleaved", "group_of_input"};
+      "zeros_by_group",    "zeros_interleaved", "group_of_input",      "values_by_input"};
   return parse_name<CodedKind>(name, kNames, "kind of coded tensor");
 }
 
@@ -584,15 +627,57 @@ CodedRows coded_rows(const CodedTensor& tensor, const ExpertMatrix& matrix) {
       return {groups, rows / 2, rows / kWordCodes, 1};
     case CodedKind::GroupOfInput:
       return {cols, 4, 1, 1};
+    case CodedKind::ValuesByInput:
+      return {cols, rows * value_bytes(matrix.format), rows, 1};
   }
   return {};
 }
 
 int64_t place_coded(const std::byte* source, const CodedTensor& tensor, float factor,
                     const ExpertMatrix& matrix, int32_t first, int32_t count, std::byte* packed) {
-  const int64_t bad = place_any(reinterpret_cast<const uint8_t*>(source), tensor, factor, first,
-                                count, Target(matrix, packed));
+  const auto* bytes = reinterpret_cast<const uint8_t*>(source);
+  const int64_t bad = tensor.kind == CodedKind::ValuesByInput
+                          ? place_values(bytes, matrix, first, count, packed)
+                          : place_any(bytes, tensor, factor, first, count, Target(matrix, packed));
   return bad == kNone ? -1 : bad;
+}
+
+CodedRows gate_up_rows(const CodedTensor& tensor, GateUp split, const ExpertMatrix& matrix) {
+  const CodedRows one = coded_rows(tensor, matrix);
+  const bool by_output = one.rows == matrix.rows && tensor.kind != CodedKind::ValuesByInput;
+  if ((split == GateUp::RowsAlternate) != by_output) {
+    throw Error(ErrorKind::Shape, "gate and up cannot stand in one tensor like that");
+  }
+  if (by_output) return {2 * one.rows, one.row_bytes, one.row_values, 2 * one.granule};
+  return {one.rows, 2 * one.row_bytes, 2 * one.row_values, one.granule};
+}
+
+int64_t place_gate_up(const std::byte* source, const CodedTensor& tensor, GateUp split,
+                      float factor, const ExpertMatrix& matrix, int32_t first, int32_t count,
+                      std::byte* gate, std::byte* up) {
+  const CodedRows one = coded_rows(tensor, matrix);
+  const bool by_rows = split == GateUp::RowsAlternate;
+  // What alternates, and how many of them.
+  const int64_t piece =
+      split == GateUp::ColumnsAlternate ? one.row_bytes / one.row_values : one.row_bytes;
+  const int64_t pieces = (by_rows ? count / 2 : count) * (one.row_bytes / piece);
+  thread_local std::vector<std::byte> scratch;
+  scratch.resize(static_cast<size_t>(pieces * piece));
+  int64_t found = -1;
+  for (int64_t half = 0; half < 2; ++half) {
+    for (int64_t i = 0; i < pieces; ++i) {
+      std::memcpy(scratch.data() + i * piece, source + (2 * i + half) * piece,
+                  static_cast<size_t>(piece));
+    }
+    const int64_t bad =
+        place_coded(scratch.data(), tensor, factor, matrix, by_rows ? first / 2 : first,
+                    by_rows ? count / 2 : count, half == 0 ? gate : up);
+    if (bad < 0) continue;
+    const int64_t values = split == GateUp::ColumnsAlternate ? 1 : one.row_values;
+    const int64_t index = (2 * (bad / values) + half) * values + bad % values;
+    found = found < 0 ? index : std::min(found, index);
+  }
+  return found;
 }
 
 void finish_coded(const ExpertMatrix& matrix, std::byte* packed) {

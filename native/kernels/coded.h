@@ -27,6 +27,14 @@ enum class CodedKind : int32_t {
   ZerosByGroup,        // [G, N / 8] words: the same
   ZerosInterleaved,    // [G, N / 8] words: in the order of AutoAWQ
   GroupOfInput,        // [K] int32: must be the input divided by the group
+  ValuesByInput,       // [K, N] values of a floating format
+};
+
+// How gate and up stand in a tensor that holds both.
+enum class GateUp : int32_t {
+  RowsAlternate,     // of outputs: row 2j is gate's row j, row 2j + 1 is up's
+  HalvesOfRow,       // of an input: gate's outputs, then up's
+  ColumnsAlternate,  // of an input: output 2j is gate's output j, output 2j + 1 is up's
 };
 
 // How a scale is written in its file.
@@ -64,6 +72,13 @@ CodedRows coded_rows(const CodedTensor& tensor, const ExpertMatrix& matrix);
 // code of NaN, a group that is not the input's. All else is written all the same.
 int64_t place_coded(const std::byte* source, const CodedTensor& tensor, float factor,
                     const ExpertMatrix& matrix, int32_t first, int32_t count, std::byte* packed);
+
+// The same for a tensor of gate and up, whose matrices are alike. The index of a bad value and the
+// rows, `first` and `count`, are the tensor's own.
+CodedRows gate_up_rows(const CodedTensor& tensor, GateUp split, const ExpertMatrix& matrix);
+int64_t place_gate_up(const std::byte* source, const CodedTensor& tensor, GateUp split,
+                      float factor, const ExpertMatrix& matrix, int32_t first, int32_t count,
+                      std::byte* gate, std::byte* up);
 
 // Makes minimums of the zeros, in formats that have them, once all of a matrix is placed.
 void finish_coded(const ExpertMatrix& matrix, std::byte* packed);

@@ -192,7 +192,7 @@ def find_quantised(
         CheckpointError: a matrix lacks a part, or a part has another shape than the rest asks.
     """
     settings = config.get("quantization_config")
-    if settings is None:
+    if settings is None or _is_of_experts_alone(settings):
         return {}, dict(tensors)
     method, zero_offset = _read_method(settings)
     needed = _SUFFIXES[method]
@@ -220,6 +220,11 @@ def find_quantised(
                 f"expected it beside {name}, which is {entry.dtype}, file {entry.path}"
             )
     return found, rest
+
+
+def _is_of_experts_alone(settings: Any) -> bool:
+    """Whether only fused experts are in codes (`hf_fused_ranges`), as in gpt-oss."""
+    return isinstance(settings, dict) and settings.get("quant_method") == "mxfp4"
 
 
 def _read_method(settings: Any) -> tuple[str, int]:

@@ -29,6 +29,7 @@ from headrace.checkpoint.base import (
 )
 from headrace.checkpoint.hf_coded import CodedExperts, make_coded_table, split_coded
 from headrace.checkpoint.hf_fused import split_fused
+from headrace.checkpoint.hf_fused_ranges import FusedLayers, make_fused_table, split_ranges
 from headrace.checkpoint.hf_quantised import find_quantised
 from headrace.checkpoint.records import (
     FLOAT_FORMATS,
@@ -83,17 +84,19 @@ class HuggingFaceCheckpoint(Checkpoint):
             self.entries.update(header.tensors)
         self.experts: ExpertTensors = {}
         self.coded_experts: CodedExperts = {}
+        self.fused_ranges: FusedLayers = {}
         regex = None if expert_names is None else expert_regex(expert_names)
         self.quantised, plain = find_quantised(self.config, self.entries, regex)
         self._dense: Mapping[str, TensorEntry] = plain
         if expert_names is not None:
             self.coded_experts, self.quantised = split_coded(self.quantised, expert_names)
+            self.fused_ranges, plain = split_ranges(plain)
             fused, rest = split_fused(plain, expert_names)
             single, self._dense = group_experts(rest, expert_names)
             self.experts = _join(fused, single, path)
         first_mtp = first_mtp_layer(self.config)
         num_experts = config_num_experts(self.config)
-        layers = {*self.experts, *self.coded_experts}
+        layers = {*self.experts, *self.coded_experts, *self.fused_ranges}
         main = sorted(n for n in layers if first_mtp is None or n < first_mtp)
         mtp = sorted(layers - set(main))
         if expert_names is not None and not main:
@@ -110,15 +113,20 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def _make_table(self, layers: list[int], num_experts: int | None) -> RecordTable:
         """Describe experts that are all stored as values, or all in codes."""
-        plain = [n for n in layers if n in self.experts]
-        coded = [n for n in layers if n in self.coded_experts]
-        if plain and coded:
+        ways: Mapping[str, Mapping[int, object]] = {
+            "values": self.experts, "codes": self.coded_experts, "fused": self.fused_ranges
+        }  # fmt: skip
+        found = {way: [n for n in layers if n in experts] for way, experts in ways.items()}
+        first = [f"{way} in layer {own[0]}" for way, own in found.items() if own]
+        if len(first) > 1 or sum(map(len, found.values())) > len(layers):
             raise UnsupportedModelError(
-                f"experts are stored as values and in codes: {self.path}\n"
-                f"expected one way in all layers, got values in layer {plain[0]} and codes in "
-                f"layer {coded[0]}"
+                f"experts are stored in several ways: {self.path}\n"
+                f"expected one way in all layers, got {' and '.join(first)}"
             )
-        if coded:
+        if found["fused"]:
+            alternate = self.config.get("model_type") == "gpt_oss"
+            return make_fused_table(self.fused_ranges, layers, num_experts, alternate)
+        if found["codes"]:
             return make_coded_table(self.coded_experts, layers, num_experts)
         return make_in_place_table(self.experts, layers, num_experts)
 

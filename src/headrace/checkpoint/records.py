@@ -25,6 +25,9 @@ EXPERT_ROLES = ("gate", "up", "down")
 """The matrices of an expert, in the order of a record."""
 PLAIN_ROWS = -1
 """In place of a GGUF tensor type: rows of values in the record's own floating format."""
+GATE_UP_ROWS, GATE_UP_HALVES, GATE_UP_COLUMNS = 3, 4, 5
+"""In place of a matrix: a tensor of gate and up, whose rows of outputs alternate, or whose rows of
+inputs hold gate's outputs before up's, or both in turn; see `GateUp` in native/kernels/coded.h."""
 FLOAT_FORMATS: Mapping[str, str] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 """safetensors dtype -> format."""
 
@@ -96,7 +99,7 @@ class StoredTensor:
     """What one of the tensors of an expert's matrix holds; see `native/kernels/coded.h`."""
 
     matrix: int
-    """0 gate, 1 up, 2 down."""
+    """0 gate, 1 up, 2 down, or one of the three that gate and up share."""
     kind: str
     scales: str
     """How scales are written: "f32", "f16", "bf16", "e8m0" or "e4m3"."""

@@ -64,9 +64,11 @@ def _measure_coded(table: RecordTable, index: int) -> tuple[int, float]:
     matrix = table.layout.matrices[index]
     tensors = []
     for number, stored in enumerate(table.coded):
-        if stored.matrix != index:
+        is_shared = stored.matrix > 2 and index < 2  # by gate and up
+        if stored.matrix != index and not is_shared:
             continue
-        data: Bytes = np.full(int(table.length[0, 0, number]), FILL, np.uint8)
+        size = int(table.length[0, 0, number]) // (2 if is_shared else 1)
+        data: Bytes = np.full(size, FILL, np.uint8)
         if stored.kind == "group_of_input":
             groups = np.arange(matrix.cols, dtype=np.int32) // stored.group
             data = groups.view(np.uint8)
