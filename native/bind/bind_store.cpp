@@ -382,7 +382,7 @@ std::map<std::string, int64_t> stats_map(const ExpertStore& store) {
           {"lookahead_right", stats.lookahead.right},
           {"lookahead_used", stats.lookahead.used},
           {"lookahead_unused", stats.lookahead.unused},
-          {"lookahead_saved_ns", stats.lookahead.saved_ns},
+          {"lookahead_used_ns", stats.lookahead.used_ns},
           {"is_direct", stats.is_direct ? 1 : 0}};
 }
 
@@ -637,7 +637,7 @@ void bind_expert_store(nb::module_& m) {
       .def_prop_ro("num_routed_tokens", &ExpertStore::num_routed_tokens)
       .def("resize", &ExpertStore::resize, "num_slots"_a, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("num_slots", &ExpertStore::num_slots)
-      .def_prop_ro("num_free_slots", &ExpertStore::num_free_slots)
+      .def_prop_ro("num_untouched_slots", &ExpertStore::num_untouched_slots)
       .def("stats", &stats_map)
       .def(
           "drive_stats",

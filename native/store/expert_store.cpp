@@ -75,6 +75,7 @@ ExpertStore::ExpertStore(RecordTable table, const Options& options)
   }
   const size_t num_records = table_.layers.size() * at(table_.num_experts);
   slot_of_.assign(num_records, -1);
+  is_touched_.assign(slots_.size(), false);
   routed_counts_.assign(num_records, 0);
   was_read_.assign(num_records, false);
   for (int32_t slot = options.num_slots; slot-- > 0;) free_.push_back(slot);
@@ -441,6 +442,7 @@ int32_t ExpertStore::resize(int32_t num_slots) {
     if (slot < 0) break;
     slots_[at(slot)].state = SlotState::Retired;
     retired_.push_back(slot);
+    is_touched_[at(slot)] = false;
     if (memory_.data() != nullptr) {
       memory_.discard(slot * table_.layout.record_bytes, table_.layout.record_bytes);
     }
@@ -457,15 +459,17 @@ int32_t ExpertStore::num_slots() const {
   return static_cast<int32_t>(slots_.size() - retired_.size());
 }
 
-int32_t ExpertStore::num_free_slots() const {
+int32_t ExpertStore::num_untouched_slots() const {
   const std::scoped_lock lock(mutex_);
-  return static_cast<int32_t>(free_.size());
+  const auto is_untouched = [this](int32_t slot) { return !is_touched_[at(slot)]; };
+  return static_cast<int32_t>(std::count_if(free_.begin(), free_.end(), is_untouched));
 }
 
 // Reads
 
 void ExpertStore::start_load_locked(int32_t record, int32_t slot, io::Priority priority) {
   Slot& target = slots_[at(slot)];
+  is_touched_[at(slot)] = true;
   target.record = record;
   target.state = SlotState::Loading;
   target.is_advised = priority == io::Priority::Advice;

@@ -236,7 +236,9 @@ class ExpertStore final : public RecordSource, public std::enable_shared_from_th
   // and returns their memory to the system. Returns the number reached: pinned slots stay.
   int32_t resize(int32_t num_slots);
   int32_t num_slots() const;
-  int32_t num_free_slots() const;  // of these, those that hold no record
+  // Of these, those that held no record since the system gave their memory: it gives it at the
+  // first.
+  int32_t num_untouched_slots() const;
   Stats stats() const;
   std::vector<DriveStats> drive_stats() const;
   std::string copy_error() const;  // why the first copy failed; empty if none did
@@ -318,6 +320,7 @@ class ExpertStore final : public RecordSource, public std::enable_shared_from_th
   std::vector<int32_t> slot_of_;  // by record, -1 if it has none
   std::vector<int32_t> free_;     // slots, last one taken first
   std::vector<int32_t> retired_;
+  std::vector<bool> is_touched_;  // by slot
   std::vector<int32_t> advised_;  // slots being loaded by advice
   std::vector<int32_t> staged_;   // slots filled by lookahead and not used yet, oldest first
   Lookahead lookahead_;

@@ -70,10 +70,10 @@ void Lookahead::judge(int32_t row, std::span<const int32_t> num_tokens) {
   weigh();
 }
 
-void Lookahead::used(int64_t saved_ns) {
+void Lookahead::used(int64_t read_ns) {
   ++stats_.used;
-  stats_.saved_ns += saved_ns;
-  worth_ns_ += static_cast<double>(saved_ns);
+  stats_.used_ns += read_ns;
+  worth_ns_ += static_cast<double>(read_ns);
 }
 
 void Lookahead::unused(int64_t lost_ns) {
@@ -81,7 +81,7 @@ void Lookahead::unused(int64_t lost_ns) {
   worth_ns_ -= static_cast<double>(lost_ns);
 }
 
-// Switches it off when it lost more time than it saved.
+// Switches it off when it lost more of the drive's time than it used well.
 void Lookahead::weigh() {
   worth_ns_ *= kKeep;
   if (++visits_ < kTrialVisits || worth_ns_ >= 0.0) return;

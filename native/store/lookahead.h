@@ -3,8 +3,8 @@
 //
 // A layer's router, applied to the hidden state of the layer before, names experts. What it named
 // is compared with what the layer then asks for: by place in the row (its first choice is right
-// more often than its eighth), and by time, the waiting that used reads saved against the drive's
-// time that unused ones took.
+// more often than its eighth), and by the drive's time: what it read before it was needed against
+// what unused records kept from it.
 #pragma once
 
 #include <array>
@@ -15,12 +15,12 @@
 namespace headrace::store {
 
 struct LookaheadStats {
-  int64_t named = 0;     // distinct experts named for layers that were then asked for
-  int64_t wanted = 0;    // distinct experts that those layers asked for
-  int64_t right = 0;     // in both: right / named is the precision, right / wanted the recall
-  int64_t used = 0;      // records read on its advice and used
-  int64_t unused = 0;    // and given up without use
-  int64_t saved_ns = 0;  // waiting that the used ones saved, estimated
+  int64_t named = 0;    // distinct experts named for layers that were then asked for
+  int64_t wanted = 0;   // distinct experts that those layers asked for
+  int64_t right = 0;    // in both: right / named is the precision, right / wanted the recall
+  int64_t used = 0;     // records read on its advice and used
+  int64_t unused = 0;   // and given up without use
+  int64_t used_ns = 0;  // the drive's time for the used ones: they saved no more waiting than that
 };
 
 class Lookahead {
@@ -37,9 +37,9 @@ class Lookahead {
   // The layer has spoken: tokens routed to each of its experts.
   void judge(int32_t row, std::span<const int32_t> num_tokens);
 
-  // A record read on this advice was used, which saved waiting; or was given up, and the drive was
-  // wanted meanwhile.
-  void used(int64_t saved_ns);
+  // A record read on this advice was used, which took the drive so long before it was asked for; or
+  // was given up, and the drive was wanted meanwhile.
+  void used(int64_t read_ns);
   void unused(int64_t lost_ns);
 
   const LookaheadStats& stats() const { return stats_; }
@@ -64,7 +64,7 @@ class Lookahead {
   int32_t named_row_ = -1;
   int32_t named_tokens_ = 0;
   std::array<Place, kPlaces> places_;
-  double worth_ns_ = 0.0;  // decayed: saved minus lost
+  double worth_ns_ = 0.0;  // decayed: read early minus lost
   int64_t visits_ = 0;     // judged since it was switched on
   int64_t rest_visits_ = 0;
   LookaheadStats stats_;

@@ -49,8 +49,8 @@ class Slots(Protocol):
         """Slots in use."""
 
     @property
-    def num_free_slots(self) -> int:
-        """Those of them that hold nothing: they may never have been touched."""
+    def num_untouched_slots(self) -> int:
+        """Those of them whose memory the system has not given yet."""
 
     def resize(self, num_slots: int) -> int:
         """Change their number; returns the number reached."""
@@ -123,6 +123,7 @@ class PressureWatch:
         self._lock = threading.Lock()
         self._moves = Moves()
         self._window = read_signs(root), clock()  # where the window of stalls and faults began
+        self._untouched = slots.num_untouched_slots  # then
         self._quiet_since = clock()
         self._wait_s = GROW_AFTER_S
         self._tokens, self._seconds = 0, 0.0
@@ -155,7 +156,7 @@ class PressureWatch:
         Tokens decoded while new slots are still being filled say nothing about them.
         """
         with self._lock:
-            if self._trial is None or self._slots.num_free_slots == 0:
+            if self._trial is None or self._slots.num_untouched_slots == 0:
                 self._tokens += tokens
                 self._seconds += seconds
 
@@ -186,23 +187,27 @@ class PressureWatch:
         if passed < SETTLE_S:
             return ""
         self._window = signs, now
+        were_untouched, self._untouched = self._untouched, self._slots.num_untouched_slots
         if signs.available_bytes >= TIGHT_FACTOR * self._headroom:
             return ""
-        if _grown(before.stalled_us, signs.stalled_us) / 1e6 >= STALL_SHARE * passed:
+        # The system packs memory into large pages to give slots theirs, and calls that a stall.
+        is_filling = self._untouched < were_untouched
+        is_stalled = _grown(before.stalled_us, signs.stalled_us) / 1e6 >= STALL_SHARE * passed
+        if is_stalled and not is_filling:
             return "tasks wait for it"
         if _grown(before.major_faults, signs.major_faults) >= FAULTS_PER_S * passed:
             return "pages are read again"
         return ""
 
     def _give_back(self, count: int, why: str, signs: Signs, now: float) -> None:
-        """Give back `count` slots that hold something; those that hold nothing go before them."""
+        """Give back `count` slots that have memory; those that never had any go before them."""
         self._quiet_since, self._wait_s = now, GROW_AFTER_S
         self._forget_speed()
         before = self._slots.num_slots
-        wanted = max(self._least, before - self._slots.num_free_slots - count)
+        wanted = max(self._least, before - self._slots.num_untouched_slots - count)
         if wanted >= before:
             return
-        given = before - self._slots.resize(wanted)
+        given = before - self._resize(wanted)
         moves = self._moves
         self._moves = Moves(
             moves.give_backs + 1, moves.slots_given_back + given, moves.slots_taken_again
@@ -222,7 +227,7 @@ class PressureWatch:
         trial = _Trial(before, self._tokens / max(1e-9, self._seconds))
         self._forget_speed()
         self._trial = trial
-        taken = self._slots.resize(before + step) - before
+        taken = self._resize(before + step) - before
         moves = self._moves
         self._moves = Moves(
             moves.give_backs, moves.slots_given_back, moves.slots_taken_again + taken
@@ -236,7 +241,7 @@ class PressureWatch:
         self._quiet_since = self._clock()
         if speed < SLOWER * trial.speed_before:
             self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
-            given = self._slots.num_slots - self._slots.resize(trial.slots_before)
+            given = self._slots.num_slots - self._resize(trial.slots_before)
             moves = self._moves
             self._moves = Moves(
                 moves.give_backs + 1, moves.slots_given_back + given, moves.slots_taken_again
@@ -250,6 +255,12 @@ class PressureWatch:
             if self._slots.num_slots == self._most:
                 _log.warning("memory has room again: all %d slots are in use", self._most)
         self._forget_speed()
+
+    def _resize(self, num_slots: int) -> int:
+        """Change the number of slots: those that go, or come, are not slots being filled."""
+        reached = self._slots.resize(num_slots)
+        self._untouched = self._slots.num_untouched_slots
+        return reached
 
     def _forget_speed(self) -> None:
         self._trial = None

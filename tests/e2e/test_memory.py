@@ -89,7 +89,7 @@ def test_slots_given_back_are_no_longer_resident() -> None:
     params = SamplingParams(max_tokens=24, temperature=0.0)
     with LLM("demo", memory="2GiB", experts=OFF) as llm:
         assert llm.store is not None and llm.plan.is_resident
-        while llm.store.num_free_slots:  # they are warmed in the background
+        while llm.store.num_untouched_slots:  # they are warmed in the background
             time.sleep(0.01)
         before = llm.generate("Once upon a time", params)
         held = resident_bytes()

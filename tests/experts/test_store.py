@@ -513,9 +513,22 @@ def test_what_is_held_is_told_by_expert(records: Records) -> None:
         read_all(store, 2, [1, 5])
         assert np.flatnonzero(store.held(2)).tolist() == [1, 5]
         assert not store.held(5).any()
-        assert store.num_free_slots == 2
+        assert store.num_untouched_slots == 2
         with pytest.raises(ShapeError):
             store.held(3)
+
+
+def test_slots_without_memory_are_counted(records: Records) -> None:
+    with records.open(num_slots=8) as store:
+        read_all(store, 1, range(3))
+        assert store.num_untouched_slots == 5
+        read_all(store, 1, range(8))
+        read_all(store, 2, range(8))  # in the places of others
+        assert store.num_untouched_slots == 0
+        store.resize(6)
+        assert store.num_untouched_slots == 0
+        store.resize(8)
+        assert store.num_untouched_slots == 2
 
 
 def test_lookahead_reads_early_and_is_judged(records: Records) -> None:

@@ -34,14 +34,14 @@ def write(root: Path, name: str, text: object) -> None:
 @dataclass
 class FakeSlots:
     num_slots: int = MOST
-    num_free_slots: int = 0
+    num_untouched_slots: int = 0
     pinned: int = 0
     asked: list[int] = field(default_factory=list)
 
     def resize(self, num_slots: int) -> int:
         self.asked.append(num_slots)
         self.num_slots = max(num_slots, self.pinned)
-        self.num_free_slots = 0
+        self.num_untouched_slots = 0
         return self.num_slots
 
 
@@ -143,7 +143,7 @@ def test_what_lacks_is_given_back_at_once(
 
 
 def test_slots_that_hold_nothing_do_not_count_as_given(machine: Machine, slots: FakeSlots) -> None:
-    slots.num_free_slots = 30
+    slots.num_untouched_slots = 30
     machine.available(HEADROOM // 4)
     machine.look()
     assert slots.num_slots == MOST - 30 - 20
@@ -184,6 +184,35 @@ def test_stalls_and_faults_give_back_a_share_where_memory_is_tight(
     assert slots.num_slots == MOST - MOST // 8, "the same stall was counted twice"
 
 
+def test_stalls_while_slots_get_their_memory_are_their_own(
+    machine: Machine, slots: FakeSlots
+) -> None:
+    machine.available(HEADROOM)
+    slots.num_untouched_slots = 40
+    machine.look()
+    slots.num_untouched_slots = 20
+    machine.stalls(900_000)
+    machine.look()
+    assert slots.num_slots == MOST
+    machine.stalls(1_800_000)  # and none was filled
+    machine.look()
+    assert slots.num_slots < MOST
+
+
+def test_giving_slots_back_does_not_count_as_filling_them(
+    machine: Machine, slots: FakeSlots
+) -> None:
+    machine.available(HEADROOM)
+    slots.num_untouched_slots = 40
+    machine.look()
+    machine.stalls(900_000)
+    machine.look()
+    asked = len(slots.asked)
+    machine.stalls(1_800_000)
+    machine.look()
+    assert len(slots.asked) == asked + 1
+
+
 def test_taken_again_slowly_and_only_while_tokens_are_measured(
     machine: Machine, slots: FakeSlots, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -195,9 +224,9 @@ def test_taken_again_slowly_and_only_while_tokens_are_measured(
     machine.decode(10.0)
     machine.look(0.1)
     assert slots.num_slots == 44 + MOST // 16
-    slots.num_free_slots = 1
+    slots.num_untouched_slots = 1
     machine.decode(1.0)  # while the new slots are still being filled
-    slots.num_free_slots = 0
+    slots.num_untouched_slots = 0
     machine.look(0.1)
     machine.decode(11.0)
     machine.look(0.1)

@@ -87,8 +87,8 @@ class StoreStats:
     """Records that lookahead read and a layer then used."""
     lookahead_unused: int
     """Records that it read and gave up; times the record size: bytes wasted."""
-    lookahead_saved_ns: int
-    """Waiting that the used ones saved, estimated from the drive's time for a record."""
+    lookahead_used_ns: int
+    """The drive's time for the used ones: the waiting they saved is less."""
     reads_in_flight_max: int
     read_mode: str
     """ "direct", or "buffered" once any file refused direct reads."""
@@ -124,7 +124,7 @@ class StepCounters(NamedTuple):
     lookahead_wanted: int = 0
     lookahead_right: int = 0
     lookahead_unused: int = 0
-    lookahead_saved_ns: int = 0
+    lookahead_used_ns: int = 0
     drive_bytes: tuple[int, ...] = ()
     """Read from each drive, if there are several."""
 
@@ -278,9 +278,9 @@ class ExpertStore:
         return self._native.num_slots
 
     @property
-    def num_free_slots(self) -> int:
-        """Slots that hold no record now."""
-        return self._native.num_free_slots
+    def num_untouched_slots(self) -> int:
+        """Slots that held no record since the system took, or never gave, their memory."""
+        return self._native.num_untouched_slots
 
     @property
     def record_bytes(self) -> int:
