@@ -548,10 +548,16 @@ void bind_expert_store(nb::module_& m) {
                       double half_life_tokens, bool lock, const std::string& policy, bool lookahead,
                       std::vector<int32_t> drive_of_file, const Table<int64_t, 2>& copies,
                       const std::vector<std::pair<int32_t, double>>& drives) {
-            store::Options options{
-                num_slots, num_readers,      block_bytes, read_ahead,
-                direct,    half_life_tokens, lock,        store::parse_policy(policy)};
-            options.lookahead = lookahead;
+            store::Options options{.num_slots = num_slots,
+                                   .num_readers = num_readers,
+                                   .block_bytes = block_bytes,
+                                   .read_ahead = read_ahead,
+                                   .direct = direct,
+                                   .half_life_tokens = half_life_tokens,
+                                   .lock = lock,
+                                   .policy = store::parse_policy(policy),
+                                   .drives = {},
+                                   .lookahead = lookahead};
             for (const auto& [readers, rate] : drives) options.drives.push_back({readers, rate});
             return open_store(std::move(files), std::move(layers), num_experts, gate, up, down,
                               record_bytes, file, offset, length, checksum, encoding, coded,

@@ -273,10 +273,12 @@ void attend_together(const PageArgs& page, const PageQuery* queries, const float
   Join joins[Q];
   page_softmax<Q>(page, queries, scores, joins);
   constexpr int kMaxGroups = F == Format::Q8 ? kMaxHeadDim / kKvGroup : 0;
-  alignas(64) float scales[kMaxGroups * kMaxPageTokens + 16];
+  alignas(64) float widened[kMaxGroups * kMaxPageTokens + 16];
+  const float* scales = nullptr;
   if constexpr (F == Format::Q8) {
     const int64_t codes = int64_t{page.head_dim} * page.page_tokens;
-    widen_scales(page.values + codes, page.head_dim, page.page_tokens, scales);
+    widen_scales(page.values + codes, page.head_dim, page.page_tokens, widened);
+    scales = widened;
   }
   if (is_even) {
     page_values<F, Q>(page, queries, scores, scales, joins, after_values);

@@ -64,10 +64,10 @@ ExpertStore::ExpertStore(RecordTable table, const Options& options)
       options_(options),
       memory_(table_.layout.record_bytes * options.num_slots),
       slots_(at(options.num_slots)),
+      lookahead_(table_.num_experts),
       policy_(Policy::make(options.policy,
                            {static_cast<int32_t>(table_.layers.size()), table_.num_experts,
                             options.num_slots, options.half_life_tokens})),
-      lookahead_(table_.num_experts),
       scratch_(at(table_.num_experts), 0) {
   if (options.lock) memory_.lock();
   for (const std::string& path : table_.files) {
