@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from headrace import _core, disk_bench, plan
+from headrace.cli.bench import _target_path
 from headrace.disk_bench import measure_curve, open_target
 from headrace.drive import find_drive
 from headrace.errors import ConfigError
@@ -244,3 +245,17 @@ def test_a_streaming_start_measures_and_the_receipt_says_so(
     told = cli("run", tiny, "hello", "--readers", 3, "--memory", "4GiB", *options)[1]
     assert json.loads(told)["receipt"]["readers_from"] == "option"
     assert json.loads(told)["receipt"]["readers"] == 3
+
+
+def test_an_id_of_the_hub_is_the_pulled_model(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_MODELS", str(tmp_path / "models"))
+    status, _, err = cli("bench", "disk", "owner/tiny")
+    assert status != 0
+    assert "run `headrace pull owner/tiny`" in " ".join(err.split())
+    monkeypatch.setattr("headrace.llm.find_pulled", lambda _: resolve_model("demo"))
+    assert _target_path("owner/tiny") == resolve_model("demo")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "tiny").mkdir(parents=True)  # a folder of that name comes first
+    assert _target_path("owner/tiny") == Path("owner/tiny")

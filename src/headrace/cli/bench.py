@@ -52,7 +52,10 @@ def _aligned(text: str) -> int:
 @app.command()
 def disk(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="a model, a file, or a directory to write in")
+        str,
+        typer.Argument(
+            metavar="PATH", help="a model or its id, a file, or a directory to write in"
+        ),
     ],
     record: Annotated[
         Any,
@@ -130,10 +133,12 @@ def disk(
 
 def _target_path(text: str) -> Path:
     """A model's name or a path."""
-    from headrace.llm import DEMO, resolve_model
+    from headrace.llm import DEMO, is_hub_id, resolve_model
 
+    path = Path(text).expanduser()
+    is_name = text == DEMO or (is_hub_id(text) and not path.exists())
     with usage():
-        return resolve_model(text) if text == DEMO else Path(text).expanduser()
+        return resolve_model(text) if is_name else path
 
 
 def _print(report: "DiskReport", is_kept: bool) -> None:
