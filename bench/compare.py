@@ -44,9 +44,8 @@ from typing import Any
 import numpy as np
 
 from headrace import LLM, ExpertConfig, SamplingParams
-from machine import Steal, describe
+from machine import VOID_SHARE, Steal, describe
 
-VOID_SHARE = 0.05
 SHALLOW_TOKENS = 100
 PREFILL_TOKENS = 512
 DECODE_TOKENS = 64

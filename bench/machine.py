@@ -2,11 +2,12 @@
 
 import os
 import subprocess
+from collections.abc import Iterator
 
 from headrace import _core
-from headrace.machine import Steal, processor_name
+from headrace.machine import VOID_SHARE, Steal, processor_name
 
-__all__ = ["Steal", "describe"]
+__all__ = ["VOID_SHARE", "Rounds", "Steal", "describe"]
 
 
 def describe() -> str:
@@ -18,3 +19,23 @@ def describe() -> str:
         f"{processor_name()}, {os.cpu_count()} processors, "
         f"{_core.num_threads()} threads, {_core.isa()}, commit {commit or 'unknown'}"
     )
+
+
+class Rounds:
+    """Gives a `Steal` per round until `count` rounds are good, or as many are void."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __iter__(self) -> Iterator[Steal]:
+        num_good = num_void = 0
+        while num_good < self._count and num_void < self._count:
+            steal = Steal()
+            yield steal
+            num_void += steal.is_void
+            num_good += not steal.is_void
+
+    @staticmethod
+    def verdict(steal: Steal) -> str:
+        """What the host took, and whether the round counts."""
+        return f"steal {steal.share:.1%}" + (", void" if steal.is_void else "")

@@ -6,7 +6,8 @@
 Beside the model a folder of links to its experts stands for a full mirror, and reads of both take
 as long as on drives of the stated bandwidths. Every round decodes alone at the sum of both, with
 both drives, and alone at the first one's; ids must be the same. Prints share and speed of each
-round and the medians; steal above 5 % voids a round.
+round and the medians. Steal above 5 % voids a round, and another takes its place, as long as no
+more are void than count.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from statistics import median
 from headrace import LLM, EngineConfig, ExpertConfig, SamplingParams, _core
 from headrace.config import parse_bytes
 from headrace.llm import Completion
-from machine import Steal, describe
+from machine import Rounds, describe
 
 PROMPT = "The quick brown fox jumps over the lazy dog."
 READERS = 4
@@ -58,21 +59,28 @@ def main() -> None:
         mirror = Path(folder)
         for path in model.glob("experts-*.safetensors"):
             (mirror / path.name).symlink_to(path)
-        for _ in range(args.repeat):
-            with Steal() as steal:
+        rounds = Rounds(args.repeat)
+        for steal in rounds:
+            with steal:
                 sum_ = answer(model, args.memory, args.tokens, (), (first + second,))
                 both = answer(model, args.memory, args.tokens, (mirror,), (first, second))
                 alone = answer(model, args.memory, args.tokens, (), (first,))
             assert sum_.ids == both.ids == alone.ids, "a drive changed a token"
-            shares.append(both.receipt.drives[1]["share"])
+            share = both.receipt.drives[1]["share"]
             speed = both.receipt.decode_tokens_per_s
-            speeds.append(speed / sum_.receipt.decode_tokens_per_s)
-            gains.append(speed / alone.receipt.decode_tokens_per_s)
+            of_sum = speed / sum_.receipt.decode_tokens_per_s
+            gain = speed / alone.receipt.decode_tokens_per_s
             print(
-                f"  mirror {shares[-1]:.1%} of bytes; {speed:.2f} tok/s, {speeds[-1]:.0%} of one "
-                f"drive as fast as both, {gains[-1]:.2f} x the first alone   "
-                f"steal {steal.share:.1%}"
+                f"  mirror {share:.1%} of bytes; {speed:.2f} tok/s, {of_sum:.0%} of one "
+                f"drive as fast as both, {gain:.2f} x the first alone   {rounds.verdict(steal)}"
             )
+            if steal.is_void:
+                continue
+            shares.append(share)
+            speeds.append(of_sum)
+            gains.append(gain)
+    if not shares:
+        raise SystemExit("every round is void")
     print(
         f"median: mirror {median(shares):.1%} of bytes (of bandwidth "
         f"{second / (first + second):.1%}), {median(speeds):.0%} of the sum, "

@@ -118,10 +118,19 @@ def drive_bytes_read(root: Path = ROOT) -> int | None:
     return None
 
 
+VOID_SHARE = 0.05
+"""What is timed while the host takes more of the processors says more of the host."""
+
+
 class Steal:
-    """Share of processor time the host took in the `with` block; above 0.05 a run is void."""
+    """Share of processor time the host took in the `with` block."""
 
     share = 0.0
+
+    @property
+    def is_void(self) -> bool:
+        """Whether what was timed in the block says more of the host than of the run."""
+        return self.share > VOID_SHARE
 
     def __init__(self, root: Path = ROOT) -> None:
         self._root = root

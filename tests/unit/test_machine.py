@@ -28,7 +28,7 @@ def test_nothing_is_known_where_there_are_no_files(tmp_path: Path) -> None:
     assert processor_name(tmp_path)  # the architecture at least
     with Steal(tmp_path) as steal:
         pass
-    assert steal.share == 0
+    assert steal.share == 0 and not steal.is_void
 
 
 def test_what_the_files_say(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_stolen_time_is_a_share_of_all_of_it(tmp_path: Path) -> None:
     write(tmp_path, "proc/stat", "cpu 100 0 100 700 0 0 0 100 0 0\n")
     with Steal(tmp_path) as steal:
         write(tmp_path, "proc/stat", "cpu 150 0 100 700 0 0 0 150 0 0\n")
-    assert steal.share == 0.5
+    assert steal.share == 0.5 and steal.is_void
 
 
 def test_a_number_is_a_whole_number_and_nothing_else(tmp_path: Path) -> None:
