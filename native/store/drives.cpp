@@ -1,7 +1,8 @@
 #include "store/drives.h"
 
 #include <algorithm>
-#include <limits>
+#include <cmath>
+#include <utility>
 
 #include "base/error.h"
 #include "store/expert_store.h"
@@ -16,6 +17,10 @@ constexpr double kKeptRecords = 64;
 // An idle drive that is passed over is thought a little better of each time, so that one slow read
 // does not bar it for ever: a drive that is a tenth as fast gets one read in some 600.
 constexpr double kPassedOver = 1 - 1.0 / 256;
+// A drive's share of a record is worth a read of its own from this part of the record on, or from
+// these bytes on.
+constexpr double kLeastShareOfRecord = 1.0 / 16;
+constexpr double kLeastShareBytes = 128 << 10;
 // Damaged copies after which a drive's others are believed no more: they are of another model.
 constexpr int64_t kMostDamaged = 8;
 
@@ -65,30 +70,89 @@ const RecordCopy& Drives::copy(int32_t record, int32_t place) const {
   return copies_[at(first_copy_[at(record)] + place - 1)];
 }
 
-int32_t Drives::choose(int32_t record, io::Priority priority, Places tried) {
+// The usable places of a record, one per drive, with what is queued before it.
+std::vector<Drives::Holder> Drives::holders(int32_t record, io::Priority priority,
+                                            Places tried) const {
   const int32_t first = first_copy_[at(record)];
   const int32_t num_copies = first_copy_[at(record) + 1] - first;
-  int32_t best = -1;
-  double best_ns = std::numeric_limits<double>::infinity();
+  std::vector<Holder> found;
   for (int32_t place = 0; place <= num_copies; ++place) {
     if ((tried >> place & 1) != 0) continue;
     const Drive& drive = drives_[at(drive_of(record, place))];
     if (place > 0 && (drive.is_given_up || is_damaged_[at(first + place - 1)])) continue;
-    const int64_t before =
-        drive.demanded_bytes + (priority == io::Priority::Advice ? drive.advised_bytes : 0);
-    const double ns =
-        static_cast<double>(before + table_.layout.record_bytes) / bytes_per_ns(drive);
-    if (ns < best_ns) {
-      best = place;
-      best_ns = ns;
+    if (std::any_of(found.begin(), found.end(),
+                    [&](const Holder& other) { return other.drive == &drive; })) {
+      continue;
     }
+    const bool is_advice = priority == io::Priority::Advice;
+    const int64_t queued = drive.demanded_bytes + (is_advice ? drive.advised_bytes : 0);
+    found.push_back({place, &drive, static_cast<double>(queued), 0.0});
   }
+  return found;
+}
+
+// Gives each drive what it reads from the end of its queue to the moment at which all drives end
+// together. Those that would read nothing, or too little to be worth a read, are left out.
+void Drives::fill_shares(std::vector<Holder>& holders) const {
+  const double record_bytes = static_cast<double>(table_.layout.record_bytes);
+  const double least = std::min(kLeastShareOfRecord * record_bytes, kLeastShareBytes);
+  while (true) {
+    double bytes = record_bytes;
+    double rate = 0.0;
+    for (const Holder& holder : holders) {
+      bytes += holder.queued_bytes;
+      rate += bytes_per_ns(*holder.drive);
+    }
+    auto smallest = holders.begin();
+    for (auto holder = holders.begin(); holder != holders.end(); ++holder) {
+      holder->share_bytes = bytes / rate * bytes_per_ns(*holder->drive) - holder->queued_bytes;
+      if (holder->share_bytes < smallest->share_bytes) smallest = holder;
+    }
+    if (holders.size() == 1 || smallest->share_bytes >= least) return;
+    holders.erase(smallest);
+  }
+}
+
+std::vector<RecordShare> Drives::divide(int32_t record, io::Priority priority, Places tried,
+                                        bool whole) {
+  const int64_t record_bytes = table_.layout.record_bytes;
+  std::vector<Holder> used = holders(record, priority, tried);
+  if (used.empty()) return {};
+  if (whole) {
+    const auto ends_at = [&](const Holder& holder) {
+      return (holder.queued_bytes + static_cast<double>(record_bytes)) /
+             bytes_per_ns(*holder.drive);
+    };
+    used = {*std::min_element(used.begin(), used.end(), [&](const Holder& a, const Holder& b) {
+      return ends_at(a) < ends_at(b);
+    })};
+  }
+  fill_shares(used);
+  std::vector<RecordShare> shares;
+  int64_t start = 0;
+  double filled_bytes = 0.0;
+  for (const Holder& holder : used) {
+    filled_bytes += holder.share_bytes;
+    const int64_t end = shares.size() + 1 == used.size()
+                            ? record_bytes
+                            : io::align_down(std::llround(filled_bytes));
+    if (end > start) shares.push_back({holder.place, start, end - start});
+    start = std::max(start, end);
+  }
+  pass_over(record, used);
+  return shares;
+}
+
+// Thinks a little better of the idle drives that hold the record and are given nothing of it.
+void Drives::pass_over(int32_t record, const std::vector<Holder>& used) {
+  const int32_t num_copies = first_copy_[at(record) + 1] - first_copy_[at(record)];
   for (int32_t place = 0; place <= num_copies; ++place) {
     Drive& drive = drives_[at(drive_of(record, place))];
-    if (place == best || (place > 0 && drive.is_given_up)) continue;
+    const bool is_used = std::any_of(used.begin(), used.end(),
+                                     [&](const Holder& holder) { return holder.drive == &drive; });
+    if (is_used || (place > 0 && drive.is_given_up)) continue;
     if (drive.demanded_bytes == 0) drive.seen_ns *= kPassedOver;
   }
-  return best;
 }
 
 int64_t& Drives::queue_of(const DriveJob& job) {
@@ -96,30 +160,38 @@ int64_t& Drives::queue_of(const DriveJob& job) {
   return job.priority_ == io::Priority::Demand ? drive.demanded_bytes : drive.advised_bytes;
 }
 
-void Drives::submit(const std::shared_ptr<DriveJob>& job, int32_t record, int32_t place,
+void Drives::submit(const std::shared_ptr<DriveJob>& job, int32_t record, const RecordShare& share,
                     io::Priority priority) {
-  job->drive_ = drive_of(record, place);
-  job->bytes_ = table_.layout.record_bytes;
+  job->drive_ = drive_of(record, share.place);
+  job->bytes_ = share.length;
   job->priority_ = priority;
   queue_of(*job) += job->bytes_;
   drives_[at(job->drive_)].readers->submit(job, priority);
 }
 
-void Drives::raise(const std::shared_ptr<DriveJob>& job) {
-  queue_of(*job) -= job->bytes_;
-  job->priority_ = io::Priority::Demand;
-  queue_of(*job) += job->bytes_;
-  drives_[at(job->drive_)].readers->raise(job);
+void Drives::raise(const Jobs& jobs) {
+  for (const std::shared_ptr<DriveJob>& job : jobs) {
+    queue_of(*job) -= job->bytes_;
+    job->priority_ = io::Priority::Demand;
+    queue_of(*job) += job->bytes_;
+    drives_[at(job->drive_)].readers->raise(job);
+  }
 }
 
-bool Drives::cancel(const std::shared_ptr<DriveJob>& job) {
-  if (!drives_[at(job->drive_)].readers->cancel(job)) return false;
-  queue_of(*job) -= job->bytes_;
+bool Drives::cancel(const Jobs& jobs) {
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    if (drives_[at(jobs[i]->drive_)].readers->cancel(jobs[i])) continue;
+    for (size_t j = 0; j < i; ++j) {
+      drives_[at(jobs[j]->drive_)].readers->submit(jobs[j], jobs[j]->priority_);
+    }
+    return false;
+  }
+  for (const std::shared_ptr<DriveJob>& job : jobs) queue_of(*job) -= job->bytes_;
   return true;
 }
 
 void Drives::ended(DriveJob& job) {
-  queue_of(job) -= job.bytes_;
+  queue_of(job) -= std::exchange(job.bytes_, 0);
   if (drives_.size() > 1) learn(drives_[at(job.drive_)]);
 }
 

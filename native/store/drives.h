@@ -1,6 +1,6 @@
 // The drives a store reads from, each with reader threads of its own, and where each record lies:
-// at its own place and as copies on other drives. A read goes to the place expected to give it
-// first.
+// at its own place and as copies on other drives. A record is divided among the drives that hold it
+// so that all of them are expected to end with it at once.
 //
 // All but copy(), stats() and stop() is called under the mutex of the store, which is the lock of
 // these books; stop() never is, because jobs that it ends take that mutex.
@@ -38,12 +38,19 @@ struct DriveStats {
   bool is_given_up = false;  // its copies are read no more
 };
 
+// What one drive reads of a record: a range of it, at one of its places.
+struct RecordShare {
+  int32_t place;
+  int64_t start;  // in the record, a multiple of 4096
+  int64_t length;
+};
+
 // A read as the drives see it: how much of which queue it is until it ends.
 class DriveJob : public io::ReadJob {
  private:
   friend class Drives;
   int32_t drive_ = -1;  // -1: never submitted
-  int64_t bytes_ = 0;
+  int64_t bytes_ = 0;   // 0 once it ended
   io::Priority priority_ = io::Priority::Demand;
 };
 
@@ -52,6 +59,7 @@ class Drives {
   // A place of a record: 0 its own, 1 and more the copies. What was tried already is a bit per
   // place.
   using Places = uint32_t;
+  using Jobs = std::vector<std::shared_ptr<DriveJob>>;
   static constexpr int32_t kMostPlaces = 32;
 
   // `drive_of_file` may be shorter than the files: the rest lie on drive 0. Copies must name files
@@ -59,16 +67,19 @@ class Drives {
   Drives(const RecordTable& table, std::span<const DriveOptions> drives);
   ~Drives() { stop(); }
 
-  // The place not tried yet that is expected to give the record first: what is queued before it and
-  // itself, by the drive's bandwidth. -1 if every place was tried or given up.
-  int32_t choose(int32_t record, io::Priority priority, Places tried);
+  // Shares of the places not tried yet by which the record is expected to be there first: what is
+  // queued before it and itself, by the bandwidths. `whole`: one share, of all. None if every place
+  // was tried or given up.
+  std::vector<RecordShare> divide(int32_t record, io::Priority priority, Places tried, bool whole);
   // The file and offset of a copy; `place` is 1 or more.
   const RecordCopy& copy(int32_t record, int32_t place) const;
 
-  void submit(const std::shared_ptr<DriveJob>& job, int32_t record, int32_t place,
+  void submit(const std::shared_ptr<DriveJob>& job, int32_t record, const RecordShare& share,
               io::Priority priority);
-  void raise(const std::shared_ptr<DriveJob>& job);
-  bool cancel(const std::shared_ptr<DriveJob>& job);
+  void raise(const Jobs& jobs);
+  // True if none of the jobs had begun: all are forgotten. Else all go on, so never once stop() may
+  // have been called.
+  bool cancel(const Jobs& jobs);
   void ended(DriveJob& job);
   // A copy gave wrong bytes and is not asked again; or none, and neither is any of its drive.
   void failed(int32_t record, int32_t place, bool is_damaged);
@@ -90,9 +101,19 @@ class Drives {
     int64_t num_damaged = 0;
     bool is_given_up = false;
   };
+  // A drive that holds a record, while the record is divided.
+  struct Holder {
+    int32_t place;
+    const Drive* drive;
+    double queued_bytes;  // before the record
+    double share_bytes;
+  };
+  std::vector<Holder> holders(int32_t record, io::Priority priority, Places tried) const;
+  void fill_shares(std::vector<Holder>& holders) const;
+  void pass_over(int32_t record, const std::vector<Holder>& used);
   int32_t drive_of(int32_t record, int32_t place) const;
   int64_t& queue_of(const DriveJob& job);
-  double bytes_per_ns(const Drive& drive) const { return drive.seen_bytes / drive.seen_ns; }
+  static double bytes_per_ns(const Drive& drive) { return drive.seen_bytes / drive.seen_ns; }
   void learn(Drive& drive);
 
   const RecordTable& table_;

@@ -199,7 +199,7 @@ bool ExpertStore::hold_locked(Lease::Item& item) {
   }
   if (held.state == SlotState::Loading) {
     ++stats_.joined;
-    readers_->raise(held.load);
+    readers_->raise(Load::jobs(held.load));
   }
   return true;
 }
@@ -345,7 +345,7 @@ void ExpertStore::release(Lease& lease) {
       const int32_t slot = std::exchange(item.slot, -1);
       unpin_locked(slot);
       Slot& left = slots_[at(slot)];
-      if (left.state == SlotState::Loading && left.pins == 0 && readers_->cancel(left.load)) {
+      if (left.state == SlotState::Loading && left.pins == 0 && withdraw_locked(left)) {
         std::erase(advised_, slot);
         free_slot_locked(slot);
         is_withdrawn = item.is_miss;
@@ -423,7 +423,7 @@ void ExpertStore::evict_locked() {
 void ExpertStore::cancel_advice_locked() {
   for (size_t i = advised_.size(); i-- > 0;) {
     const int32_t slot = advised_[i];
-    if (slots_[at(slot)].pins > 0 || !readers_->cancel(slots_[at(slot)].load)) continue;
+    if (slots_[at(slot)].pins > 0 || !withdraw_locked(slots_[at(slot)])) continue;
     advised_.erase(advised_.begin() + static_cast<std::ptrdiff_t>(i));
     free_slot_locked(slot);
     return;
@@ -483,29 +483,45 @@ void ExpertStore::start_load_locked(int32_t record, int32_t slot, io::Priority p
     return;
   }
   if (priority == io::Priority::Advice) advised_.push_back(slot);
-  const int32_t place = readers_->choose(record, priority, 0);
-  target.load = std::make_shared<Load>(*this, record, slot, priority, place, 0);
-  readers_->submit(target.load, record, place, priority);
+  const std::vector<RecordShare> shares = readers_->divide(record, priority, 0, false);
+  target.load = std::make_shared<Load>(*this, record, slot, priority, shares, nullptr);
+  submit_locked(target.load, priority);
 }
 
-// The record could not be had where it was read: reads it at another of its places into the same
+void ExpertStore::submit_locked(const std::shared_ptr<Load>& load, io::Priority priority) {
+  const Drives::Jobs jobs = Load::jobs(load);
+  for (size_t i = 0; i < jobs.size(); ++i)
+    readers_->submit(jobs[i], load->record(), load->shares()[i], priority);
+}
+
+// True if the read of the slot's record had not begun, and now never will.
+bool ExpertStore::withdraw_locked(const Slot& slot) {
+  return !is_closed_ && readers_->cancel(Load::jobs(slot.load));
+}
+
+// The record could not be had where it was read: reads it at others of its places into the same
 // slot. False if there is none left.
-bool ExpertStore::read_elsewhere_locked(Load& load, const std::string& error) {
+bool ExpertStore::read_elsewhere_locked(const Load& load) {
   if (is_closed_) return false;
   const int32_t record = load.record();
-  readers_->failed(record, load.place(), load.is_damaged());
   Slot& slot = slots_[at(load.slot())];
   const io::Priority priority = slot.pins > 0 ? io::Priority::Demand : load.priority();
-  const int32_t place = readers_->choose(record, priority, load.tried());
-  if (load.place() > 0 || place >= 0) {
-    ++stats_.failed_copies;
-    if (copy_error_.empty()) copy_error_ = error;
-  }
-  if (place < 0) return false;
-  slot.load =
-      std::make_shared<Load>(*this, record, load.slot(), load.priority(), place, load.tried());
-  readers_->submit(slot.load, record, place, priority);
+  const std::vector<RecordShare> shares =
+      readers_->divide(record, priority, load.tried(), load.is_doubtful());
+  if (shares.empty()) return false;
+  slot.load = std::make_shared<Load>(*this, record, load.slot(), load.priority(), shares, &load);
+  submit_locked(slot.load, priority);
   return true;
+}
+
+// Notes which places failed the load, so that copies there are not asked again.
+void ExpertStore::blame_locked(const Load& load, bool is_had_elsewhere) {
+  for (const Load::Failure& failure : load.failures()) {
+    readers_->failed(load.record(), failure.place, failure.is_damaged);
+    if (failure.place == 0 && !is_had_elsewhere) continue;
+    ++stats_.failed_copies;
+    if (copy_error_.empty()) copy_error_ = failure.error;
+  }
 }
 
 void ExpertStore::count_bytes_locked(int32_t record, io::Priority priority, int64_t bytes) {
@@ -514,11 +530,19 @@ void ExpertStore::count_bytes_locked(int32_t record, io::Priority priority, int6
   was_read_[at(record)] = true;
 }
 
+// On a reader thread. True if the load's other shares have ended, too.
+bool ExpertStore::share_ended(Load& load, DriveJob& share) {
+  const std::scoped_lock lock(mutex_);
+  readers_->ended(share);
+  return load.end_share();
+}
+
 // On a reader thread: the record is in its slot, or `error` says why not.
 void ExpertStore::loaded(Load& load, std::string error, int64_t bytes_read) {
   const std::scoped_lock lock(mutex_);
-  readers_->ended(load);
-  if (!error.empty() && read_elsewhere_locked(load, error)) return;
+  const bool is_read_elsewhere = !error.empty() && read_elsewhere_locked(load);
+  if (!is_closed_) blame_locked(load, error.empty() || is_read_elsewhere);
+  if (is_read_elsewhere) return;
   Slot& slot = slots_[at(load.slot())];
   slot.load.reset();
   if (load.priority() == io::Priority::Advice) std::erase(advised_, load.slot());
@@ -654,7 +678,7 @@ bool ExpertStore::give_up_other_staged_locked(int32_t row) {
 bool ExpertStore::give_up_staged_locked(int32_t slot) {
   const Slot& left = slots_[at(slot)];
   if (left.state == SlotState::Loading) {
-    if (!readers_->cancel(left.load)) return false;
+    if (!withdraw_locked(left)) return false;
     std::erase(advised_, slot);
   } else {
     lookahead_.unused(static_cast<int64_t>(drive_use_ * static_cast<double>(record_ns_)));

@@ -275,8 +275,9 @@ class ExpertStore final : public RecordSource, public std::enable_shared_from_th
   void done(Lease& lease, int32_t index);
   void release(Lease& lease);
   void fail_leases_locked(int32_t slot, const std::string& error);
+  bool share_ended(Load& load, DriveJob& share);
   void loaded(Load& load, std::string error, int64_t bytes_read);
-  bool read_elsewhere_locked(Load& load, const std::string& error);
+  bool read_elsewhere_locked(const Load& load);
 
   void route_locked(const Visit& visit);
   bool hold_locked(Lease::Item& item);
@@ -301,6 +302,9 @@ class ExpertStore final : public RecordSource, public std::enable_shared_from_th
   void pump_advice_locked();
   int32_t slot_for_advice_locked(int32_t record, bool may_evict);
   void start_load_locked(int32_t record, int32_t slot, io::Priority priority);
+  void submit_locked(const std::shared_ptr<Load>& load, io::Priority priority);
+  bool withdraw_locked(const Slot& slot);
+  void blame_locked(const Load& load, bool is_had_elsewhere);
   void count_bytes_locked(int32_t record, io::Priority priority, int64_t bytes);
   void pin_locked(int32_t slot);
   void unpin_locked(int32_t slot);

@@ -111,21 +111,34 @@ void check_table(const RecordTable& table) {
 }
 
 ExpertStore::Load::Load(ExpertStore& store, int32_t record, int32_t slot, io::Priority priority,
-                        int32_t place, Drives::Places tried)
+                        std::span<const RecordShare> shares, const Load* before)
     : store_(store),
       record_(record),
       slot_(slot),
       priority_(priority),
-      place_(place),
-      tried_(tried | Drives::Places{1} << place) {
-  const int64_t block_bytes = store.options_.block_bytes;
-  if (!store.table_.is_in_place()) {
-    const int64_t record_bytes = store.table_.layout.record_bytes;
-    const int64_t step = packed_block_bytes(record_bytes, block_bytes);
-    num_blocks_ = static_cast<int32_t>((record_bytes + step - 1) / step);
+      shares_(shares.begin(), shares.end()),
+      num_running_(shares.size()) {
+  jobs_.reserve(shares.size());  // jobs() points into it
+  for (const RecordShare& share : shares) jobs_.emplace_back(*this, share);
+  if (before == nullptr) return;
+  tried_ = before->tried_;
+  doubts_ = before->doubts_;
+}
+
+Drives::Jobs ExpertStore::Load::jobs(const std::shared_ptr<Load>& load) {
+  Drives::Jobs jobs;
+  for (Share& share : load->jobs_) jobs.emplace_back(load, &share);
+  return jobs;
+}
+
+ExpertStore::Load::Share::Share(Load& load, const RecordShare& range) : load_(load), range_(range) {
+  const int64_t block_bytes = load.store_.options_.block_bytes;
+  if (!load.store_.table_.is_in_place()) {
+    const int64_t step = packed_block_bytes(range.length, block_bytes);
+    num_blocks_ = static_cast<int32_t>((range.length + step - 1) / step);
   } else {
-    for (int32_t part = 0; part < store.table_.parts_per_record; ++part)
-      num_blocks_ += blocks_of(source(part), block_bytes);
+    for (int32_t part = 0; part < load.store_.table_.parts_per_record; ++part)
+      num_blocks_ += blocks_of(load.source(part), block_bytes);
   }
 }
 
@@ -147,31 +160,33 @@ ExpertStore::Load::Rows ExpertStore::Load::rows(int32_t index) const {
   }
 }
 
-RecordPart ExpertStore::Load::part(int32_t index) const {
-  if (place_ == 0) return store_.parts(record_)[at(index)];
-  const RecordCopy& copy = store_.readers_->copy(record_, place_);
+RecordPart ExpertStore::Load::part(int32_t place, int32_t index) const {
+  if (place == 0) return store_.parts(record_)[at(index)];
+  const RecordCopy& copy = store_.readers_->copy(record_, place);
   return {copy.file, copy.offset, store_.table_.layout.record_bytes};
 }
 
-io::ReadBlock ExpertStore::Load::block(int32_t index) const {
-  if (!store_.table_.is_in_place()) {
-    const RecordPart whole = part(0);
-    const int64_t step = packed_block_bytes(whole.length, store_.options_.block_bytes);
-    const int64_t start = index * step;
-    return {store_.files_[at(whole.file)].get(), whole.offset + start,
-            std::min(step, whole.length - start), store_.slot_data(slot_) + start};
+io::ReadBlock ExpertStore::Load::Share::block(int32_t index) const {
+  const ExpertStore& store = load_.store_;
+  if (!store.table_.is_in_place()) {
+    const RecordPart whole = load_.part(range_.place, 0);
+    const int64_t step = packed_block_bytes(range_.length, store.options_.block_bytes);
+    const int64_t start = range_.start + index * step;
+    return {store.files_[at(whole.file)].get(), whole.offset + start,
+            std::min(step, range_.start + range_.length - start),
+            store.slot_data(load_.slot_) + start};
   }
-  const Rows run = rows(index);
-  const int64_t bytes = source(run.part).row_bytes;
-  const RecordPart matrix_part = part(run.part);
-  return {store_.files_[at(matrix_part.file)].get(), matrix_part.offset + run.first * bytes,
+  const Rows run = load_.rows(index);
+  const int64_t bytes = load_.source(run.part).row_bytes;
+  const RecordPart matrix_part = load_.part(range_.place, run.part);
+  return {store.files_[at(matrix_part.file)].get(), matrix_part.offset + run.first * bytes,
           run.count * bytes, nullptr};
 }
 
-void ExpertStore::Load::consume(int32_t index, std::byte* bytes) {
-  const Rows run = rows(index);
-  const RowSource& from = source(run.part);
-  const RecordTable& table = store_.table_;
+void ExpertStore::Load::Share::consume(int32_t index, std::byte* bytes) {
+  const Rows run = load_.rows(index);
+  const RowSource& from = load_.source(run.part);
+  const RecordTable& table = load_.store_.table_;
   // A file may place a tensor at an odd offset; the bytes before it are not needed.
   const int64_t misfit =
       static_cast<int64_t>(reinterpret_cast<uintptr_t>(bytes) % at(from.alignment));
@@ -181,10 +196,10 @@ void ExpertStore::Load::consume(int32_t index, std::byte* bytes) {
   }
   const ExpertMatrix& one = table.layout.matrix(from.matrix);
   const float factor =
-      table.factors.empty() ? 1.0f : table.factors[at(int64_t{record_} * 3 + from.matrix)];
+      table.factors.empty() ? 1.0f : table.factors[at(int64_t{load_.record_} * 3 + from.matrix)];
   const int64_t bad = from.packer->pack(bytes, factor, one, run.first, run.count,
-                                        store_.slot_data(slot_) + one.offset);
-  if (bad >= 0) note_bad_value(run.part, int64_t{run.first} * from.row_values + bad);
+                                        load_.store_.slot_data(load_.slot_) + one.offset);
+  if (bad >= 0) load_.note_bad_value(run.part, int64_t{run.first} * from.row_values + bad);
 }
 
 void ExpertStore::Load::note_bad_value(int32_t part, int64_t index) {
@@ -192,15 +207,6 @@ void ExpertStore::Load::note_bad_value(int32_t part, int64_t index) {
   int64_t seen = first_bad_.load();
   while (index < seen && !first_bad_.compare_exchange_weak(seen, index)) {
   }
-}
-
-void ExpertStore::Load::finished(const std::optional<io::ReadFailure>& failure,
-                                 int64_t bytes_read) {
-  std::string error = failure ? read_error(*failure) : value_error();
-  if (error.empty()) error = checksum_error();
-  is_damaged_ = !failure && !error.empty();
-  if (error.empty()) finish_matrices();
-  store_.loaded(*this, std::move(error), bytes_read);
 }
 
 void ExpertStore::Load::finish_matrices() {
@@ -211,19 +217,76 @@ void ExpertStore::Load::finish_matrices() {
   }
 }
 
+void ExpertStore::Load::Share::finished(const std::optional<io::ReadFailure>& failure,
+                                        int64_t bytes_read) {
+  failure_ = failure;
+  bytes_read_ = bytes_read;
+  load_.ended(*this);
+}
+
+void ExpertStore::Load::ended(Share& share) {
+  if (!store_.share_ended(*this, share)) return;
+  std::string error = judge();
+  if (error.empty()) finish_matrices();
+  int64_t bytes_read = 0;
+  for (const Share& job : jobs_) bytes_read += job.bytes_read_;
+  store_.loaded(*this, std::move(error), bytes_read);
+}
+
+std::string ExpertStore::Load::judge() {
+  const auto blame = [this](int32_t place, bool is_damaged, std::string error) {
+    tried_ |= Drives::Places{1} << place;
+    failures_.push_back({place, is_damaged, std::move(error)});
+  };
+  for (const Share& job : jobs_) {
+    if (job.failure_) blame(job.range_.place, false, read_error(*job.failure_, job.range_.place));
+  }
+  if (!failures_.empty()) return failures_.front().error;
+  const std::vector<uint64_t>& checksums = store_.table_.checksums;
+  std::string error = value_error();
+  if (error.empty() && !checksums.empty()) {
+    const uint64_t got = io::checksum(bytes({0, 0, store_.table_.layout.record_bytes}));
+    if (got == checksums[at(record_)]) {
+      settle_doubts();
+      return "";
+    }
+    error = checksum_error(shares_.front().place, got);
+    if (shares_.size() > 1) {
+      for (const RecordShare& share : shares_)
+        doubts_.push_back({share, io::checksum(bytes(share)), checksum_error(share.place, got)});
+      return error;
+    }
+  }
+  if (!error.empty()) blame(shares_.front().place, true, error);
+  return error;
+}
+
+// The whole record is here now, and right: what came differently before was damaged.
+void ExpertStore::Load::settle_doubts() {
+  for (const Doubt& doubt : doubts_) {
+    const bool is_known = (tried_ >> doubt.share.place & 1) != 0;
+    if (!is_known && io::checksum(bytes(doubt.share)) != doubt.checksum)
+      failures_.push_back({doubt.share.place, true, doubt.error});
+  }
+}
+
+std::span<const std::byte> ExpertStore::Load::bytes(const RecordShare& share) const {
+  return {store_.slot_data(slot_) + share.start, at(share.length)};
+}
+
 std::string ExpertStore::Load::name() const {
   const int32_t row = record_ / store_.table_.num_experts;
   return "layer " + std::to_string(store_.table_.layers[at(row)]) + ", expert " +
          std::to_string(record_ % store_.table_.num_experts);
 }
 
-std::string ExpertStore::Load::read_error(const io::ReadFailure& failure) const {
+std::string ExpertStore::Load::read_error(const io::ReadFailure& failure, int32_t place) const {
   if (failure.error == io::kStopped) return "the expert store was closed while it read " + name();
   std::string where = name();
   io::ReadFailure whole = failure;  // reported against the whole range, as the table names it
   const int32_t num_parts = store_.table_.parts_per_record;
   for (int32_t i = 0; i < num_parts; ++i) {
-    const RecordPart part = this->part(i);
+    const RecordPart part = this->part(place, i);
     if (store_.files_[at(part.file)].get() != failure.file || failure.offset < part.offset ||
         failure.offset >= part.offset + part.length) {
       continue;
@@ -249,7 +312,7 @@ std::string ExpertStore::Load::value_error() const {
   int32_t part = 0;
   while (index >= num_values(source(part))) index -= num_values(source(part++));
   const RowSource& from = source(part);
-  const RecordPart place = this->part(part);
+  const RecordPart place = this->part(0, part);
   const int64_t row = index / from.row_values, column = index % from.row_values;
   const RowPacker::Complaint complaint = from.packer->complaint();
   return std::string(complaint.title) + ": " + name() + ", matrix " + kPartNames[at(from.matrix)] +
@@ -260,17 +323,12 @@ std::string ExpertStore::Load::value_error() const {
          "\nhint: " + complaint.hint;
 }
 
-std::string ExpertStore::Load::checksum_error() const {
-  const RecordTable& table = store_.table_;
-  if (table.checksums.empty()) return "";
-  const uint64_t expected = table.checksums[at(record_)];
-  const uint64_t got =
-      io::checksum({store_.slot_data(slot_), static_cast<size_t>(table.layout.record_bytes)});
-  if (got == expected) return "";
-  const RecordPart part = this->part(0);
+std::string ExpertStore::Load::checksum_error(int32_t place, uint64_t got) const {
+  const RecordPart part = this->part(place, 0);
   return "expert record is damaged: " + name() + ", file " + store_.files_[at(part.file)]->path() +
-         "\nexpected checksum " + io::hex(expected) + " for " + std::to_string(part.length) +
-         " bytes at offset " + std::to_string(part.offset) + ", got " + io::hex(got) +
+         "\nexpected checksum " + io::hex(store_.table_.checksums[at(record_)]) + " for " +
+         std::to_string(part.length) + " bytes at offset " + std::to_string(part.offset) +
+         ", got " + io::hex(got) +
          "\nhint: run `headrace inspect --verify MODEL`, then convert or copy the model again";
 }
 

@@ -1,10 +1,12 @@
-// One record on its way from the drive into its slot: the blocks to read, the repacking of
+// One record on its way from its drives into its slot: the blocks that each reads, the packing of
 // row-major matrices, the checksum, and the words for what went wrong.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -17,26 +19,43 @@ namespace headrace::store {
 // Throws Error(Checkpoint) unless the table's sizes, ranges and layout agree with each other.
 void check_table(const RecordTable& table);
 
-class ExpertStore::Load final : public DriveJob {
+class ExpertStore::Load {
  public:
-  // From one of the record's places, others having been tried.
-  Load(ExpertStore& store, int32_t record, int32_t slot, io::Priority priority, int32_t place,
-       Drives::Places tried);
+  // Read as divided among its places; at least one share. `before`: the read that failed, or null.
+  Load(ExpertStore& store, int32_t record, int32_t slot, io::Priority priority,
+       std::span<const RecordShare> shares, const Load* before);
 
   int32_t record() const { return record_; }
   int32_t slot() const { return slot_; }
   io::Priority priority() const { return priority_; }
-  int32_t place() const { return place_; }
-  Drives::Places tried() const { return tried_; }
-  // Once it failed: all bytes came, and are wrong.
-  bool is_damaged() const { return is_damaged_; }
+  // One of each share; they keep the load alive.
+  static Drives::Jobs jobs(const std::shared_ptr<Load>& load);
+  std::span<const RecordShare> shares() const { return shares_; }
 
-  int32_t num_blocks() const override { return num_blocks_; }
-  io::ReadBlock block(int32_t index) const override;
-  void consume(int32_t index, std::byte* bytes) override;
-  void finished(const std::optional<io::ReadFailure>& failure, int64_t bytes_read) override;
+  // Under the store's mutex: true for the last share that ends.
+  bool end_share() { return --num_running_ == 0; }
+
+  // Once all ended. Places that failed, and so are not to be tried again for this load, and whether
+  // their bytes came and were wrong.
+  struct Failure {
+    int32_t place;
+    bool is_damaged;
+    std::string error;
+  };
+  const std::vector<Failure>& failures() const { return failures_; }
+  Drives::Places tried() const { return tried_; }
+  // Bytes of several places came and do not fit the checksum: read it whole, and they can be told.
+  bool is_doubtful() const { return !doubts_.empty(); }
 
  private:
+  // The blocks of one share: a job for its drive.
+  class Share;
+  // A range of which the bytes may have been wrong, with the checksum of what came.
+  struct Doubt {
+    RecordShare share;
+    uint64_t checksum;
+    std::string error;
+  };
   // A run of whole rows of one tensor: what one block of a record in place holds.
   struct Rows {
     int32_t part;
@@ -45,25 +64,49 @@ class ExpertStore::Load final : public DriveJob {
   };
   Rows rows(int32_t index) const;
   const RowSource& source(int32_t part) const;
+  void ended(Share& share);
+  std::string judge();  // what is wrong with the bytes; notes who is to blame
+  void settle_doubts();
+  std::span<const std::byte> bytes(const RecordShare& share) const;
   void note_bad_value(int32_t part, int64_t index);
+  std::string read_error(const io::ReadFailure& failure, int32_t place) const;
   void finish_matrices();
-  std::string read_error(const io::ReadFailure& failure) const;
-  std::string value_error() const;     // empty if every value packed could be taken
-  std::string checksum_error() const;  // empty if the bytes are right
+  std::string value_error() const;  // empty if every value packed could be taken
+  std::string checksum_error(int32_t place, uint64_t got) const;
   std::string name() const;
-  RecordPart part(int32_t index) const;  // where it is read
+  RecordPart part(int32_t place, int32_t index) const;  // where it is read
 
   ExpertStore& store_;
   int32_t record_;
   int32_t slot_;
   io::Priority priority_;
-  int32_t place_;
-  Drives::Places tried_;  // this place, too
-  bool is_damaged_ = false;
-  int32_t num_blocks_ = 0;
+  std::vector<RecordShare> shares_;
+  std::vector<Share> jobs_;
+  size_t num_running_;
+  Drives::Places tried_ = 0;
+  std::vector<Failure> failures_;
+  std::vector<Doubt> doubts_;
   // First value that could not be taken, all of the record's tensors taken as one run of values,
   // whichever thread saw it; read after the last block.
   std::atomic<int64_t> first_bad_{INT64_MAX};
+};
+
+class ExpertStore::Load::Share final : public DriveJob {
+ public:
+  Share(Load& load, const RecordShare& range);
+
+  int32_t num_blocks() const override { return num_blocks_; }
+  io::ReadBlock block(int32_t index) const override;
+  void consume(int32_t index, std::byte* bytes) override;
+  void finished(const std::optional<io::ReadFailure>& failure, int64_t bytes_read) override;
+
+ private:
+  friend class Load;
+  Load& load_;
+  RecordShare range_;
+  int32_t num_blocks_ = 0;
+  std::optional<io::ReadFailure> failure_;  // once it ended
+  int64_t bytes_read_ = 0;
 };
 
 }  // namespace headrace::store

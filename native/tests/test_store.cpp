@@ -279,31 +279,34 @@ void test_records_in_place() {
   }
 }
 
-// Copies of all records on a second drive, which fail or are damaged now and then: every record is
-// right all the same, and the books stay in order.
+// Copies of all records on two more drives. Those of one fail or are damaged now and then: every
+// record is right all the same, the drive at fault is the one that is blamed, and the books stay in
+// order.
 void test_copies() {
   Fixture fixture;
-  for (size_t row = 0; row < kLayers.size(); ++row) {
-    std::vector<std::byte> bytes;
-    for (int32_t expert = 0; expert < kExperts; ++expert) {
-      const auto& record = fixture.records[row * kExperts + static_cast<size_t>(expert)];
-      bytes.insert(bytes.end(), record.begin(), record.end());
-      fixture.table.copies.push_back({static_cast<int32_t>(row) * kExperts + expert,
-                                      static_cast<int32_t>(kLayers.size() + row),
-                                      expert * kRecordBytes});
+  for (const std::string drive : {"bad", "good"}) {
+    for (size_t row = 0; row < kLayers.size(); ++row) {
+      std::vector<std::byte> bytes;
+      for (int32_t expert = 0; expert < kExperts; ++expert) {
+        const auto& record = fixture.records[row * kExperts + static_cast<size_t>(expert)];
+        bytes.insert(bytes.end(), record.begin(), record.end());
+        fixture.table.copies.push_back({static_cast<int32_t>(row) * kExperts + expert,
+                                        static_cast<int32_t>(fixture.table.files.size()),
+                                        expert * kRecordBytes});
+      }
+      fixture.table.files.push_back(fixture.folder.write(drive + std::to_string(row), bytes));
     }
-    fixture.table.files.push_back(fixture.folder.write("copy" + std::to_string(row), bytes));
   }
-  fixture.table.drive_of_file = {0, 0, 1, 1};
+  fixture.table.drive_of_file = {0, 0, 1, 1, 2, 2};
   store::Options options;
   options.num_slots = 4;
   options.num_readers = 4;
   options.block_bytes = 4096;
-  options.drives = {{2, 1e9}, {2, 2e9}};
+  options.drives = {{2, 1e9}, {2, 2e9}, {2, 1e9}};
   const std::vector<int32_t> ids{0, 1, 2, 3, 4, 5, 6, 7};
   for (const auto kind : {fault::Kind::Short, fault::Kind::Flip, fault::Kind::Eio}) {
     const auto store = store::ExpertStore::open(fixture.table, options);
-    fault::inject({kind, 5, 3, "copy", -1});
+    fault::inject({kind, 5, 3, "bad", -1});
     for (int32_t round = 0; round < 20; ++round) {
       const int32_t row = round % 2;
       const auto lease = store->acquire(kLayers[static_cast<size_t>(row)], ids, 1);
@@ -313,12 +316,19 @@ void test_copies() {
     }
     const store::Stats stats = store->stats();
     const std::vector<store::DriveStats> drives = store->drive_stats();
-    check(drives.size() == 2 && drives[0].bytes_read > 0 && drives[1].bytes_read > 0);
-    check(stats.failed_reads == 0 && drives[0].num_failed == 0);
+    check(drives.size() == 3, "three drives");
+    bool has_divided = false;  // a record's bytes came from more than one
+    for (const store::DriveStats& drive : drives) {
+      check(drive.bytes_read > 0, "every drive is read");
+      has_divided |= drive.bytes_read % kRecordBytes != 0;
+    }
+    check(has_divided, "no record was divided");
+    check(stats.failed_reads == 0 && drives[0].num_failed == 0 && drives[2].num_failed == 0);
     const bool is_harmful = kind != fault::Kind::Short;
     check((stats.failed_copies > 0) == is_harmful && stats.failed_copies == drives[1].num_failed);
     check(drives[1].is_given_up == (kind == fault::Kind::Eio));
     check(store->copy_error().empty() != is_harmful);
+    check(!is_harmful || store->copy_error().find("bad") != std::string::npos);
     fault::clear();
   }
   fixture.table.copies[0].offset = 100;
