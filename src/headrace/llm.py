@@ -38,6 +38,7 @@ from headrace.experts.forecast import make_forecast
 from headrace.experts.history import default_path
 from headrace.experts.reading import Reading, drive_rates, observe_run, resolve_reading
 from headrace.experts.repack import measure_repack
+from headrace.experts.spread import expected_reads, sum_bytes_per_s
 from headrace.hub import find_pulled
 from headrace.inspect import open_model
 from headrace.metrics import (
@@ -716,7 +717,12 @@ def plan_model(model: str | Path, config: EngineConfig) -> MemoryPlan:
     records = checkpoint.records
     if records is not None:
         plan = replace(plan, repack_bytes_per_s=measure_repack(records))
-    if records is None or history is None or plan.is_resident:
+    if records is None or plan.is_resident:
+        return plan
+    if reading.drive_bytes_per_s is not None and (rates := drive_rates(reading, records)):
+        reads = expected_reads(counts, records, plan.num_slots)
+        plan = plan.with_drives(rates, sum_bytes_per_s(rates, records, reads))
+    if history is None:
         return plan
     forecast = make_forecast(
         history, records, config.experts, checkpoint.fingerprint, plan.num_slots

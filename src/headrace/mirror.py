@@ -40,18 +40,16 @@ from headrace.errors import CheckpointError, ConfigError, UnsupportedModelError
 from headrace.experts.drive_cache import DriveCache, remembered
 from headrace.experts.history import write_atomically
 from headrace.experts.probe import probe
+from headrace.experts.spread import Floats, expected_reads
 from headrace.inspect import open_model
 from headrace.llm import open_history, plan_model, resolve_model
 from headrace.metrics import format_bytes
 
-Floats: TypeAlias = npt.NDArray[np.float64]
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Told of work on files: name, bytes done, bytes in all."""
 
 RESERVE_BYTES = 1 << 30
 PROBE_BYTES = 512 << 20
-UNSEEN_COUNT = 0.5
-"""A record that a history never saw counts as half a token: it will be wanted some day."""
 
 
 @dataclass(frozen=True)
@@ -268,36 +266,6 @@ def is_staged(folder: Path, layer: int, experts: Sequence[int], table: RecordTab
         return sorted(read_copies(path, layer, table)) == list(experts)
     except CheckpointError:
         return False
-
-
-def expected_reads(counts: Floats | None, table: RecordTable, num_slots: int) -> Floats:
-    """How often each record will be read, on the scale of the counts: [Lm, E].
-
-    A cache of independent requests holds a record wanted at rate r with probability
-    1 - exp(-r T), T such that the probabilities add up to the slots.
-
-    Args:
-        counts: [Lm, E] of a history; None takes all records as equal.
-        table: the records.
-        num_slots: records that memory holds.
-
-    Source:
-        H. Che, Y. Tung, Z. Wang: Hierarchical Web Caching Systems (2002), the characteristic time.
-    """
-    shape = (len(table.layers), table.num_experts)
-    rates = np.ones(shape) if counts is None else counts + UNSEEN_COUNT
-    if num_slots >= rates.size:
-        return rates
-    low, high = 0.0, 1.0
-    while (1 - np.exp(-rates * high)).sum() < num_slots:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        if (1 - np.exp(-rates * middle)).sum() < num_slots:
-            low = middle
-        else:
-            high = middle
-    return rates * np.exp(-rates * low)
 
 
 def choose(

@@ -166,6 +166,7 @@ class MemoryPlan:
     block_bytes: int  # largest single read
     readers_from: str  # option | tuned | measured | remembered | default
     drive_bytes_per_s: float | None  # as measured with these readers; None if nobody has
+    drive_rates: tuple[float, ...]  # of each drive if there are several; the line above is all's
     notes: tuple[str, ...]
     forecast: Forecast | None  # by the routing of the last tokens; None without them
     repack_bytes_per_s: float | None = None  # of the files, by one core; None if nothing is packed
@@ -206,13 +207,16 @@ class MemoryPlan:
         its misses will make it wait. Otherwise the bound that the drive alone sets.
 
         Args:
-            drive_bytes_per_s: None takes the drive as measured.
+            drive_bytes_per_s: of all drives together; None takes them as measured.
 
         Returns:
             None if nothing is read, or nothing is known of the drive.
         """
         if self.is_resident:
             return None
+        if drive_bytes_per_s is None and self.drive_rates:
+            # The recorded run may have had other drives.
+            drive_bytes_per_s = self.drive_bytes_per_s
         if self.forecast is not None:
             speed = self.forecast.tokens_per_s(drive_bytes_per_s)
             if speed is not None:
@@ -225,6 +229,10 @@ class MemoryPlan:
         """Seconds of one core that a token takes to pack all it reads, if no expert is held."""
         rate = self.repack_bytes_per_s
         return None if rate is None else self.cold_bytes_per_token / rate
+
+    def with_drives(self, rates: tuple[float, ...], bytes_per_s: float) -> "MemoryPlan":
+        """Return the plan with the bandwidth of each of several drives, and of all together."""
+        return replace(self, drive_rates=rates, drive_bytes_per_s=bytes_per_s)
 
     def with_forecast(self, forecast: Forecast | None) -> "MemoryPlan":
         """Return the plan with what a replay of the last tokens says of its slots."""
@@ -379,6 +387,7 @@ def make_plan(
         block_bytes=config.experts.largest_read_bytes,
         readers_from="default" if reading is None else reading.source,
         drive_bytes_per_s=None if reading is None else reading.drive_bytes_per_s,
+        drive_rates=(),
         notes=_notes(sizes, num_slots),
         forecast=None,
     )

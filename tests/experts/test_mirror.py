@@ -20,7 +20,8 @@ from headrace import LLM, ConfigError, EngineConfig, ExpertConfig, SamplingParam
 from headrace.checkpoint.layout import expert_file_name
 from headrace.convert import Recipe, convert
 from headrace.errors import CheckpointError, UnsupportedModelError
-from headrace.mirror import MirrorPlan, choose, expected_reads, plan_mirror, stage, verify_mirror
+from headrace.experts.spread import expected_reads
+from headrace.mirror import MirrorPlan, choose, plan_mirror, stage, verify_mirror
 from truth.identity import write_checkpoint
 
 RATES = 3e9, 1e9

@@ -26,7 +26,7 @@ def command(
         typer.Option(
             parser=_rate,
             metavar="RATE",
-            help="the drive's bandwidth, such as 2.4GB/s",
+            help="bandwidth of the drive, or of all drives together, such as 2.4GB/s",
             show_default="as measured",
         ),
     ] = None,

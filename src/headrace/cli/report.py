@@ -148,6 +148,9 @@ def _source(plan: "MemoryPlan") -> str:
 def _reading_line(plan: "MemoryPlan") -> str:
     speed = plan.drive_bytes_per_s
     measured = "" if speed is None else f", which gave {speed / 1e9:.2f} GB/s"
+    if plan.drive_rates:
+        each = ", ".join(f"{rate / 1e9:.2f}" for rate in plan.drive_rates)
+        measured += f" from {len(plan.drive_rates)} drives of {each}"
     return (
         f"readers: {plan.readers}, largest read {format_bytes(plan.block_bytes)} "
         f"({plan.readers_from}{measured})"
@@ -172,9 +175,8 @@ def _speed_line(plan: "MemoryPlan", drive_bytes_per_s: float | None) -> str:
         return "predicted speed: not bound by the drive"
     speed = plan.predicted_tokens_per_s(drive_bytes_per_s)
     if plan.forecast is not None and speed is not None:
-        on = (
-            "as recorded" if drive_bytes_per_s is None else f"at {drive_bytes_per_s / 1e9:.2f} GB/s"
-        )
+        drive = drive_bytes_per_s or (plan.drive_bytes_per_s if plan.drive_rates else None)
+        on = "as recorded" if drive is None else f"at {drive / 1e9:.2f} GB/s"
         return (
             f"predicted speed: {speed:.2f} tok/s {on}, reading "
             f"{format_bytes(plan.forecast.bytes_per_token)} per token and computing meanwhile"
