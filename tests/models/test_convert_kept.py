@@ -222,6 +222,24 @@ def test_matrices_of_an_expert_keep_their_own_types(tmp_path: Path) -> None:
     require_same_logits(source, tmp_path / "b.gguf")
 
 
+def test_types_mixed_between_layers_have_no_way_back(tmp_path: Path) -> None:
+    types = {(n, r): ("Q4_0", "Q8_0")[n] for n in (0, 1) for r in ("gate", "up", "down")}
+    source = write_model(tmp_path / "a.gguf", "qwen3_moe", "Q8_0", types)
+    convert(source, tmp_path / "out", KEPT_WHOLE)
+    with pytest.raises(UnsupportedModelError, match=r"no GGUF type holds gate of the experts.*q8f"):
+        convert_to_gguf(tmp_path / "out", tmp_path / "b.gguf", GgufRecipe())
+    convert_to_gguf(tmp_path / "out", tmp_path / "b.gguf", GgufRecipe("f32"))
+    held, made = read_model(source), read_model(tmp_path / "b.gguf")
+    for name, tensor in held.tensors.items():
+        raw, other = (
+            np.fromfile(t.path, np.uint8, t.nbytes, offset=t.offset)
+            for t in (tensor, made.tensors[name])
+        )
+        if "exps" in name:
+            raw = dequantize(raw.reshape(-1, tensor.row_bytes), tensor.type.name).view(np.uint8)
+        assert raw.tobytes() == other.tobytes()
+
+
 # The journal
 
 
