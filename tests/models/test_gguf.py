@@ -113,15 +113,6 @@ def test_what_is_not_supported_is_named(
         GgufCheckpoint(write_fixture(tmp_path / "tiny.gguf", **changes))
 
 
-@pytest.mark.parametrize("older", ["llama3", "llama-v3"])
-def test_an_older_name_of_a_pre_tokenizer_is_known(tmp_path: Path, older: str) -> None:
-    found, wanted = (
-        GgufCheckpoint(write_fixture(tmp_path / f"{name}.gguf", tokenizer__ggml__pre=name))
-        for name in (older, "llama-bpe")
-    )
-    assert found.tokenizer_json() == wanted.tokenizer_json()
-
-
 @pytest.mark.parametrize(
     "changes", [{"tokenizer__ggml__pre": "x"}, {"tokenizer__ggml__model": "t5"}]
 )

@@ -44,16 +44,37 @@ class PreTokenizer:
         steps: as in a `tokenizer.json`.
         ignore_merges: a piece that is itself a token is taken whole, before any merge.
         has_nfc: text is normalised first. llama.cpp never does; text that is not NFC differs there.
+        adds_bos: a file that does not say whether a text begins with the bos token means that it
+            does.
     """
 
     steps: list[dict[str, Any]]
     ignore_merges: bool = False
     has_nfc: bool = False
+    adds_bos: bool = False
 
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WHOLE_BYTE_LEVEL = {**_BYTE_LEVEL, "use_regex": True}
 _PLAIN_BYTE_LEVEL = {**_BYTE_LEVEL, "use_regex": False}
+
+# Pieces of the patterns below.
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_LINES_AND_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SIGNS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + _LINES_AND_SPACES
+_SIGNS_OR_SLASHES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _LINES_AND_SPACES
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+
+
+def _cased_words(ending: str) -> str:
+    """Words cut before a capital letter, each with an `ending` that may follow."""
+    before = r"[^\r\n\p{L}\p{N}]?"
+    return f"{before}{_UPPER}*{_LOWER}+{ending}|{before}{_UPPER}+{_LOWER}*{ending}|"
+
+
+_THREE_DIGITS = _split(_CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _SIGNS)
+_ONE_DIGIT = _split(_CONTRACTIONS + _WORDS + r"\p{N}" + _SIGNS)
+_CASED = _split(_cased_words(_CONTRACTIONS + "?") + r"\p{N}{1,3}" + _SIGNS_OR_SLASHES)
 
 # GGUF stores the name of a pre-tokenizer, not its rule. Each rule is the one in the
 # `tokenizer.json` of the models that carry the name.
@@ -64,29 +85,57 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "gpt-2": PreTokenizer([_WHOLE_BYTE_LEVEL]),
     "olmo": PreTokenizer([_WHOLE_BYTE_LEVEL], has_nfc=True),
     "llama-bpe": PreTokenizer(
-        [
-            _split(
-                _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-            ),
-            _PLAIN_BYTE_LEVEL,
-        ],
-        ignore_merges=True,
+        [_THREE_DIGITS, _PLAIN_BYTE_LEVEL], ignore_merges=True, adds_bos=True
     ),
-    "qwen2": PreTokenizer(
+    "glm4": PreTokenizer([_THREE_DIGITS, _PLAIN_BYTE_LEVEL], ignore_merges=True),
+    "dbrx": PreTokenizer([_THREE_DIGITS, _PLAIN_BYTE_LEVEL]),
+    "qwen2": PreTokenizer([_ONE_DIGIT, _PLAIN_BYTE_LEVEL], has_nfc=True),
+    "hunyuan": PreTokenizer([_ONE_DIGIT, _PLAIN_BYTE_LEVEL]),
+    "qwen35": PreTokenizer(
         [
             _split(
-                _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+                _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+                r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _LINES_AND_SPACES
             ),
             _PLAIN_BYTE_LEVEL,
         ],
         has_nfc=True,
     ),
+    "gpt-4o": PreTokenizer([_CASED, _PLAIN_BYTE_LEVEL], ignore_merges=True),
+    "minimax-m2": PreTokenizer([_CASED, _PLAIN_BYTE_LEVEL]),
+    "tekken": PreTokenizer(
+        [_split(_cased_words("") + r"\p{N}" + _SIGNS_OR_SLASHES), _PLAIN_BYTE_LEVEL],
+        ignore_merges=True,
+        adds_bos=True,
+    ),
+    "deepseek-v3": PreTokenizer(
+        [
+            _split(r"\p{N}{1,3}"),
+            _split("[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"),
+            _split(
+                r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+                "|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*"
+                "|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
+            ),
+            _PLAIN_BYTE_LEVEL,
+        ],
+    ),
 }
 
-OLDER_NAMES: Mapping[str, str] = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
-"""Names in files of other tools and times that llama.cpp takes for one of the above."""
+SAME_RULE: Mapping[str, str] = {
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "glm5": "glm4",
+    "chatglm-bpe": "dbrx",
+    "smaug-bpe": "dbrx",
+    "deepseek-r1-qwen": "qwen2",
+    "refact": "smollm",
+    "starcoder": "smollm",
+    "phi-2": "gpt-2",
+    "joyai-llm": "deepseek-v3",
+    "hunyuan-dense": "deepseek-v3",
+}
+"""Further names in files of other tools and times; llama.cpp cuts text as for the second name."""
 
 
 def tokenizer_json(header: GgufHeader) -> str:
@@ -99,13 +148,12 @@ def tokenizer_json(header: GgufHeader) -> str:
     metadata = header.metadata
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind != "llama" and (
-        kind != "gpt2"
-        or not isinstance(pre, str)
-        or OLDER_NAMES.get(pre, pre) not in PRE_TOKENIZERS
+        kind != "gpt2" or not isinstance(pre, str) or SAME_RULE.get(pre, pre) not in PRE_TOKENIZERS
     ):
+        names = ", ".join(map(repr, [*PRE_TOKENIZERS, *SAME_RULE]))
         raise UnsupportedModelError(
             f"GGUF tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported: {header.path}\n"
-            f"expected 'llama', or 'gpt2' with {', '.join(map(repr, PRE_TOKENIZERS))}"
+            f"expected 'llama', or 'gpt2' with {names}"
         )
     tokens = _strings(header, "tokenizer.ggml.tokens")
     types = metadata.get("tokenizer.ggml.token_type", [TokenType.NORMAL] * len(tokens))
@@ -124,6 +172,7 @@ def tokenizer_json(header: GgufHeader) -> str:
         if kind == "llama"
         else _byte_level_parts(header, str(pre), vocab)
     )
+    adds_bos = kind == "llama" or PRE_TOKENIZERS[SAME_RULE.get(str(pre), str(pre))].adds_bos
     model = {
         "type": "BPE",
         "dropout": None,
@@ -137,7 +186,7 @@ def tokenizer_json(header: GgufHeader) -> str:
         "truncation": None,
         "padding": None,
         "added_tokens": _added_tokens(tokens, types),
-        "post_processor": _post_processor(header, tokens, adds_bos=kind == "llama"),
+        "post_processor": _post_processor(header, tokens, adds_bos),
         **parts,
         "model": model,
     }
@@ -145,7 +194,7 @@ def tokenizer_json(header: GgufHeader) -> str:
 
 
 def _byte_level_parts(header: GgufHeader, pre: str, vocab: Mapping[str, int]) -> dict[str, Any]:
-    known = PRE_TOKENIZERS[OLDER_NAMES.get(pre, pre)]
+    known = PRE_TOKENIZERS[SAME_RULE.get(pre, pre)]
     merges = _strings(header, "tokenizer.ggml.merges")
     return {
         "normalizer": {"type": "NFC"} if known.has_nfc else None,
@@ -235,18 +284,24 @@ def _added_tokens(tokens: list[str], types: list[int]) -> list[dict[str, Any]]:
 
 
 def _post_processor(header: GgufHeader, tokens: list[str], adds_bos: bool) -> dict[str, Any] | None:
-    """Put the beginning-of-text token before a plain prompt if the file, or its silence, asks."""
-    if not header.metadata.get("tokenizer.ggml.add_bos_token", adds_bos):
+    """Put the tokens before and after a plain prompt that the file, or its silence, asks for."""
+    before = ["bos"] if header.metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else []
+    after = ["eos"] if header.metadata.get("tokenizer.ggml.add_eos_token", False) else []
+    if not before + after:
         return None
-    token_id = _token_id(header, "bos", len(tokens))
-    bos = {"SpecialToken": {"id": tokens[token_id], "type_id": 0}}
-    text = [{"Sequence": {"id": part, "type_id": i}} for i, part in enumerate("AB")]
-    special = {"id": tokens[token_id], "ids": [token_id], "tokens": [tokens[token_id]]}
+    ids = {key: _token_id(header, key, len(tokens)) for key in before + after}
+    first, last = (
+        [{"SpecialToken": {"id": tokens[ids[key]], "type_id": 0}} for key in keys]
+        for keys in (before, after)
+    )
+    one, two = ({"Sequence": {"id": part, "type_id": i}} for i, part in enumerate("AB"))
     return {
         "type": "TemplateProcessing",
-        "single": [bos, text[0]],
-        "pair": [bos, *text],
-        "special_tokens": {tokens[token_id]: special},
+        "single": [*first, one, *last],
+        "pair": [*first, one, two, *last],
+        "special_tokens": {
+            tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]} for i in ids.values()
+        },
     }
 
 

@@ -88,6 +88,14 @@ def merge_text(merge: str | Sequence[str]) -> str:
     return merge if isinstance(merge, str) else " ".join(merge)
 
 
+def _normalizer(tokenizer: Mapping[str, Any]) -> str | None:
+    """The kind of the normalizer; a sequence of none or of one counts as what is in it."""
+    step = tokenizer.get("normalizer")
+    while step is not None and step["type"] == "Sequence" and len(step["normalizers"]) < 2:
+        step = next(iter(step["normalizers"]), None)
+    return None if step is None else str(step["type"])
+
+
 def _require_byte_level(tokenizer: Mapping[str, Any], where: Path) -> None:
     """Refuse a vocabulary that is not what GGUF calls `gpt2`."""
     model = tokenizer["model"]
@@ -95,7 +103,7 @@ def _require_byte_level(tokenizer: Mapping[str, Any], where: Path) -> None:
     options = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
     strange = [name for name in options if model.get(name)]
     decoder = (tokenizer.get("decoder") or {}).get("type")
-    normalizer = (tokenizer.get("normalizer") or {}).get("type")
+    normalizer = _normalizer(tokenizer)
     if kind == "BPE" and not strange and decoder == "ByteLevel" and normalizer in (None, "NFC"):
         return
     raise UnsupportedModelError(
@@ -110,7 +118,7 @@ def _pre_tokenizer_name(tokenizer: Mapping[str, Any], where: Path) -> str:
     """The name under which llama.cpp cuts text the same way."""
     steps = list(_canonical_steps(tokenizer.get("pre_tokenizer")))
     ignore_merges = bool(tokenizer["model"].get("ignore_merges"))
-    has_nfc = tokenizer.get("normalizer") is not None
+    has_nfc = _normalizer(tokenizer) is not None
     names = [
         name
         for name, known in PRE_TOKENIZERS.items()
