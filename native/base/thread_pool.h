@@ -100,10 +100,21 @@ class ThreadPool {
   template <class Task>
   void run(int64_t num_tasks, Task&& task) {
     FirstException first;
+    run_spans(num_tasks, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) first.guard([&] { task(i); });
+    });
+    first.rethrow();
+  }
+
+  // The same for spans of tasks, each as long as what a thread takes at once: task(begin, end),
+  // begin < end, so that neighbours cost one call. A span that throws gives up its own rest only.
+  template <class Task>
+  void run_spans(int64_t num_tasks, Task&& task) {
     if (workers_.empty() || num_tasks <= 1) {
-      for (int64_t i = 0; i < num_tasks; ++i) first.guard([&] { task(i); });
-      return first.rethrow();
+      if (num_tasks > 0) task(int64_t{0}, num_tasks);
+      return;
     }
+    FirstException first;
     const std::lock_guard<std::mutex> lock(callers_);
     const int64_t chunk = num_tasks / Shares::kMaxItems + 1;
     shares_.deal((num_tasks + chunk - 1) / chunk);
@@ -111,7 +122,7 @@ class ThreadPool {
       for (auto items = shares_.take(thread); items.begin < items.end;
            items = shares_.take(thread)) {
         const int64_t last = items.end * chunk < num_tasks ? items.end * chunk : num_tasks;
-        for (int64_t i = items.begin * chunk; i < last; ++i) first.guard([&] { task(i); });
+        first.guard([&] { task(items.begin * chunk, last); });
       }
     });
     first.rethrow();

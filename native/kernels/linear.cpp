@@ -99,12 +99,25 @@ class Linears {
 
   int64_t num_items() const { return num_items_; }
 
-  void compute(int64_t item) const {
-    int32_t i = count_ - 1;
-    while (shares_[i].first_item > item) --i;
-    const Share& share = shares_[i];
-    const int64_t begin = (item - share.first_item) * share.blocks;
-    const int64_t end = std::min(begin + share.blocks, share.matrix->num_blocks());
+  // Items [first, last), one kernel call per matrix that they touch: a call per item cost one row
+  // of q4 up to 8 % of the read bandwidth on two threads (docs/experiments.md, 2026-12-02).
+  void compute(int64_t first, int64_t last) const {
+    for (int32_t i = 0; i < count_; ++i) {
+      const int64_t begin = std::max(first, shares_[i].first_item);
+      const int64_t end = std::min(last, end_item(i));
+      if (begin < end) multiply(shares_[i], begin, end);
+    }
+  }
+
+ private:
+  int64_t end_item(int32_t i) const {
+    return i + 1 < count_ ? shares_[i + 1].first_item : num_items_;
+  }
+
+  void multiply(const Share& share, int64_t first, int64_t last) const {
+    const int64_t begin = (first - share.first_item) * share.blocks;
+    const int64_t end =
+        std::min((last - share.first_item) * share.blocks, share.matrix->num_blocks());
     LinearArgs args = block_args(*share.matrix, begin, end, share.out);
     args.x = x_;
     args.num_rows = num_rows_;
@@ -112,7 +125,6 @@ class Linears {
     kernels().linear[static_cast<int>(share.matrix->format)](args);
   }
 
- private:
   const float* x_;
   int32_t num_rows_, num_threads_;
   std::array<Share, kMaxLinears> shares_;
@@ -153,7 +165,7 @@ void linears(ThreadPool& pool, const float* x, int32_t num_rows,
   }
   // One job for all matrices: a wake-up and a wait each would cost a small model more than its
   // work.
-  pool.run(work.num_items(), [&](int64_t item) { work.compute(item); });
+  pool.run_spans(work.num_items(), [&](int64_t begin, int64_t end) { work.compute(begin, end); });
 }
 
 }  // namespace headrace

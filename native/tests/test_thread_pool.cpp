@@ -40,6 +40,21 @@ void test_ranges_cover(int32_t threads) {
   }
 }
 
+void test_spans_cover(int32_t threads) {
+  ThreadPool pool(threads);
+  for (int64_t count : {0, 1, 2, 7, 1000, 100'000}) {
+    std::vector<std::atomic<int8_t>> runs(static_cast<size_t>(count));
+    std::atomic<int64_t> spans{0};
+    pool.run_spans(count, [&](int64_t begin, int64_t end) {
+      check(begin < end);
+      spans.fetch_add(1);
+      for (int64_t i = begin; i < end; ++i) runs[static_cast<size_t>(i)].fetch_add(1);
+    });
+    for (const std::atomic<int8_t>& n : runs) check(n.load() == 1);
+    if (count >= 1000) check(spans.load() < count / 2);
+  }
+}
+
 // Every item is taken once, whoever owns how many; a thread without a part lives on the others'.
 void test_shares(int32_t threads) {
   std::vector<Shares::Part> parts(static_cast<size_t>(threads));
@@ -185,6 +200,10 @@ void test_items_that_throw(int32_t threads) {
       pool.run_ranges(count, 1, [](int64_t, int64_t) { throw std::runtime_error("range"); });
     };
     check(what_is_thrown(ranges) == "range");
+    const auto spans = [&] {
+      pool.run_spans(count, [](int64_t, int64_t) { throw std::runtime_error("span"); });
+    };
+    check(what_is_thrown(spans) == "span");
   }
   std::atomic<int64_t> sum{0};
   pool.run(100, [&](int64_t i) { sum.fetch_add(i); });
@@ -262,6 +281,7 @@ int main() {
   for (int32_t threads : {1, 2, 4}) {
     test_every_task_runs_once(threads);
     test_ranges_cover(threads);
+    test_spans_cover(threads);
     test_many_short_jobs(threads);
     test_shares(threads);
     test_regions(threads);
