@@ -61,10 +61,16 @@ class PhaseProfile:
         """Share of the time with at least one read in flight."""
         return self.drive_busy_s / self.wall_s if self.wall_s > 0 else 0.0
 
+    @property
+    def compute_utilisation(self) -> float:
+        """Share of the time in which computing did not wait for the drive."""
+        return 1.0 - self.waiting_s / self.wall_s if self.wall_s > 0 else 0.0
+
     def as_dict(self) -> dict[str, Any]:
         """Return the sums as plain values for JSON."""
         return {
             **asdict(self), "rest_s": self.rest_s, "drive_utilisation": self.drive_utilisation,
+            "compute_utilisation": self.compute_utilisation,
         }  # fmt: skip
 
 
@@ -158,7 +164,8 @@ def _lines(sums: PhaseProfile, plan: MemoryPlan) -> Iterator[str]:
     yield f"{sums.phase}, {1e3 * sums.wall_s / steps:.1f} ms per step of {sums.num_steps}: {parts}"
     if sums.bytes_read:
         yield (
-            f"{sums.phase}, drive busy {sums.drive_utilisation:.0%} of the time: "
+            f"{sums.phase}, computing {sums.compute_utilisation:.0%} of the time, "
+            f"drive busy {sums.drive_utilisation:.0%}: "
             f"{format_bytes(sums.bytes_read / steps)} per step, "
             f"{sums.bytes_read / sums.wall_s / 1e9:.2f} GB/s over all"
         )

@@ -39,6 +39,8 @@ def test_the_parts_add_up_and_the_tokens_are_the_same(cli: Any, tiny: Path) -> N
         assert sum(phase[name] for name in names) == pytest.approx(phase["wall_s"])
         assert phase["attention_s"] > 0 and phase["experts_s"] > 0
         assert 0 <= phase["drive_utilisation"] <= 1 and phase["limit"]
+        waiting = phase["waiting_s"] / phase["wall_s"]
+        assert phase["compute_utilisation"] == pytest.approx(1 - waiting)
     read = sum(phase["bytes_read"] for phase in phases.values())
     assert read >= told["receipt"]["bytes_read"]  # here with what is read on advice meanwhile
     assert sum(p["requests"] for p in phases.values()) == told["receipt"]["expert_requests"]
