@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <numeric>
+#include <tuple>
 #include <utility>
 
 #include "io/checksum.h"
@@ -11,6 +13,9 @@ namespace headrace::store {
 namespace {
 
 constexpr int32_t kBlockOutputs = 16;  // outputs are interleaved by 16: see kernels/format.h
+// Bytes between two tensors that are read along rather than asked around: what a drive gives in
+// less time than a read of its own takes.
+constexpr int64_t kMergedGap = 16 << 10;
 constexpr std::array<const char*, 3> kPartNames{"gate", "up", "down"};
 
 size_t at(int64_t value) { return static_cast<size_t>(value); }
@@ -29,10 +34,7 @@ int32_t rows_per_block(const RowSource& source, int64_t block_bytes) {
   return static_cast<int32_t>(std::clamp<int64_t>(granules, 1, all)) * source.granule;
 }
 
-int32_t blocks_of(const RowSource& source, int64_t block_bytes) {
-  const int32_t step = rows_per_block(source, block_bytes);
-  return (source.rows + step - 1) / step;
-}
+int64_t end_of(const RecordPart& part) { return part.offset + part.length; }
 
 // Length of each block but the last of a packed record: equal shares, so that no reader is left
 // with a short end while another still reads a full block.
@@ -118,6 +120,7 @@ ExpertStore::Load::Load(ExpertStore& store, int32_t record, int32_t slot, io::Pr
       priority_(priority),
       shares_(shares.begin(), shares.end()),
       num_running_(shares.size()) {
+  if (store.table_.is_in_place()) cut_in_place();
   jobs_.reserve(shares.size());  // jobs() points into it
   for (const RecordShare& share : shares) jobs_.emplace_back(*this, share);
   if (before == nullptr) return;
@@ -137,27 +140,56 @@ ExpertStore::Load::Share::Share(Load& load, const RecordShare& range) : load_(lo
     const int64_t step = packed_block_bytes(range.length, block_bytes);
     num_blocks_ = static_cast<int32_t>((range.length + step - 1) / step);
   } else {
-    for (int32_t part = 0; part < load.store_.table_.parts_per_record; ++part)
-      num_blocks_ += blocks_of(load.source(part), block_bytes);
+    num_blocks_ = static_cast<int32_t>(load.pieces_.size());
+  }
+}
+
+// Tensors that lie close together and are no more than a block come in one read; larger ones are
+// cut between rows.
+void ExpertStore::Load::cut_in_place() {
+  const std::span<const RecordPart> parts = store_.parts(record_);
+  order_.resize(parts.size());
+  std::iota(order_.begin(), order_.end(), 0);
+  std::sort(order_.begin(), order_.end(), [&](int32_t a, int32_t b) {
+    const RecordPart &one = parts[at(a)], &other = parts[at(b)];
+    return std::tie(one.file, one.offset, a) < std::tie(other.file, other.offset, b);
+  });
+  const auto joins = [&](int32_t begin, int32_t i) {
+    const RecordPart& last = parts[at(order_[at(i - 1)])];
+    const RecordPart& next = parts[at(order_[at(i)])];
+    const int64_t gap = next.offset - end_of(last);
+    return next.file == last.file && gap >= 0 && gap <= kMergedGap &&
+           end_of(next) - parts[at(order_[at(begin)])].offset <= store_.options_.block_bytes;
+  };
+  const auto num_parts = static_cast<int32_t>(parts.size());
+  int32_t begin = 0;
+  for (int32_t i = 1; i <= num_parts; ++i) {
+    if (i < num_parts && joins(begin, i)) continue;
+    cut_parts(begin, i);
+    begin = i;
+  }
+  // Gate and up are asked for first, wherever they lie.
+  const auto least = [&](const Piece& piece) {
+    return *std::min_element(order_.begin() + piece.begin, order_.begin() + piece.end);
+  };
+  std::stable_sort(pieces_.begin(), pieces_.end(),
+                   [&](const Piece& a, const Piece& b) { return least(a) < least(b); });
+}
+
+void ExpertStore::Load::cut_parts(int32_t begin, int32_t end) {
+  if (end - begin > 1) {
+    pieces_.push_back({begin, end, 0, 0});
+    return;
+  }
+  const RowSource& from = source(order_[at(begin)]);
+  const int32_t step = rows_per_block(from, store_.options_.block_bytes);
+  for (int32_t first = 0; first < from.rows; first += step) {
+    pieces_.push_back({begin, end, first, std::min(step, from.rows - first)});
   }
 }
 
 const RowSource& ExpertStore::Load::source(int32_t part) const {
   return row_source(store_.table_, record_, part);
-}
-
-ExpertStore::Load::Rows ExpertStore::Load::rows(int32_t index) const {
-  const int64_t block_bytes = store_.options_.block_bytes;
-  for (int32_t part = 0;; ++part) {
-    const RowSource& from = source(part);
-    const int32_t count = blocks_of(from, block_bytes);
-    if (index >= count) {
-      index -= count;
-      continue;
-    }
-    const int32_t step = rows_per_block(from, block_bytes);
-    return {part, index * step, std::min(step, from.rows - index * step)};
-  }
 }
 
 RecordPart ExpertStore::Load::part(int32_t place, int32_t index) const {
@@ -176,30 +208,49 @@ io::ReadBlock ExpertStore::Load::Share::block(int32_t index) const {
             std::min(step, range_.start + range_.length - start),
             store.slot_data(load_.slot_) + start};
   }
-  const Rows run = load_.rows(index);
-  const int64_t bytes = load_.source(run.part).row_bytes;
-  const RecordPart matrix_part = load_.part(range_.place, run.part);
-  return {store.files_[at(matrix_part.file)].get(), matrix_part.offset + run.first * bytes,
-          run.count * bytes, nullptr};
+  const Piece& piece = load_.pieces_[at(index)];
+  const int32_t number = load_.order_[at(piece.begin)];
+  const RecordPart first = load_.part(range_.place, number);
+  io::File* const file = store.files_[at(first.file)].get();
+  if (piece.end - piece.begin > 1) {
+    const RecordPart last = load_.part(range_.place, load_.order_[at(piece.end - 1)]);
+    return {file, first.offset, end_of(last) - first.offset, nullptr};
+  }
+  const int64_t bytes = load_.source(number).row_bytes;
+  return {file, first.offset + piece.first * bytes, piece.count * bytes, nullptr};
 }
 
 void ExpertStore::Load::Share::consume(int32_t index, std::byte* bytes) {
-  const Rows run = load_.rows(index);
-  const RowSource& from = load_.source(run.part);
-  const RecordTable& table = load_.store_.table_;
-  // A file may place a tensor at an odd offset; the bytes before it are not needed.
+  const Piece& piece = load_.pieces_[at(index)];
+  const int32_t number = load_.order_[at(piece.begin)];
+  if (piece.end - piece.begin == 1) {
+    load_.pack(number, piece.first, piece.count, bytes);
+    return;
+  }
+  const int64_t start = load_.part(range_.place, number).offset;
+  for (int32_t i = piece.begin; i < piece.end; ++i) {  // ascending: `pack` may move bytes down
+    const int32_t one = load_.order_[at(i)];
+    load_.pack(one, 0, load_.source(one).rows,
+               bytes + (load_.part(range_.place, one).offset - start));
+  }
+}
+
+void ExpertStore::Load::pack(int32_t part, int32_t first, int32_t count, std::byte* bytes) {
+  const RowSource& from = source(part);
+  const RecordTable& table = store_.table_;
+  // A file may place a tensor at an odd offset; the bytes before it are not needed any more.
   const int64_t misfit =
       static_cast<int64_t>(reinterpret_cast<uintptr_t>(bytes) % at(from.alignment));
   if (misfit != 0) {
-    std::memmove(bytes - misfit, bytes, at(run.count * from.row_bytes));
+    std::memmove(bytes - misfit, bytes, at(count * from.row_bytes));
     bytes -= misfit;
   }
   const ExpertMatrix& one = table.layout.matrix(from.matrix);
   const float factor =
-      table.factors.empty() ? 1.0f : table.factors[at(int64_t{load_.record_} * 3 + from.matrix)];
-  const int64_t bad = from.packer->pack(bytes, factor, one, run.first, run.count,
-                                        load_.store_.slot_data(load_.slot_) + one.offset);
-  if (bad >= 0) load_.note_bad_value(run.part, int64_t{run.first} * from.row_values + bad);
+      table.factors.empty() ? 1.0f : table.factors[at(int64_t{record_} * 3 + from.matrix)];
+  const int64_t bad =
+      from.packer->pack(bytes, factor, one, first, count, store_.slot_data(slot_) + one.offset);
+  if (bad >= 0) note_bad_value(part, int64_t{first} * from.row_values + bad);
 }
 
 void ExpertStore::Load::note_bad_value(int32_t part, int64_t index) {
@@ -285,17 +336,20 @@ std::string ExpertStore::Load::read_error(const io::ReadFailure& failure, int32_
   std::string where = name();
   io::ReadFailure whole = failure;  // reported against the whole range, as the table names it
   const int32_t num_parts = store_.table_.parts_per_record;
+  // A block may hold several parts and what lies between them: the first that lacks bytes counts.
+  const int64_t reached = failure.offset + failure.got;
+  int32_t found = -1;
   for (int32_t i = 0; i < num_parts; ++i) {
     const RecordPart part = this->part(place, i);
-    if (store_.files_[at(part.file)].get() != failure.file || failure.offset < part.offset ||
-        failure.offset >= part.offset + part.length) {
-      continue;
-    }
-    if (num_parts > 1) where += std::string(", matrix ") + kPartNames[at(source(i).matrix)];
+    if (store_.files_[at(part.file)].get() != failure.file || end_of(part) <= reached) continue;
+    if (found < 0 || part.offset < this->part(place, found).offset) found = i;
+  }
+  if (found >= 0) {
+    const RecordPart part = this->part(place, found);
+    if (num_parts > 1) where += std::string(", matrix ") + kPartNames[at(source(found).matrix)];
     whole.offset = part.offset;
     whole.expected = part.length;
-    whole.got = failure.offset - part.offset + failure.got;
-    break;
+    whole.got = std::max<int64_t>(reached - part.offset, 0);
   }
   where += ", file " + failure.file->path() + "\n" + io::describe(whole);
   if (failure.error == 0) {

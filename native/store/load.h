@@ -56,13 +56,17 @@ class ExpertStore::Load {
     uint64_t checksum;
     std::string error;
   };
-  // A run of whole rows of one tensor: what one block of a record in place holds.
-  struct Rows {
-    int32_t part;
-    int32_t first;
+  // What one block of a record in place holds: a run of whole rows of one tensor, or all rows of
+  // several that lie close together.
+  struct Piece {
+    int32_t begin;  // of order_, whose parts up to `end` it holds
+    int32_t end;
+    int32_t first;  // row, and how many; of one part only
     int32_t count;
   };
-  Rows rows(int32_t index) const;
+  void cut_in_place();
+  void cut_parts(int32_t begin, int32_t end);
+  void pack(int32_t part, int32_t first, int32_t count, std::byte* bytes);
   const RowSource& source(int32_t part) const;
   void ended(Share& share);
   std::string judge();  // what is wrong with the bytes; notes who is to blame
@@ -80,6 +84,9 @@ class ExpertStore::Load {
   int32_t record_;
   int32_t slot_;
   io::Priority priority_;
+  // Of a record in place: its parts by their places in the files, and the blocks to read.
+  std::vector<int32_t> order_;
+  std::vector<Piece> pieces_;
   std::vector<RecordShare> shares_;
   std::vector<Share> jobs_;
   size_t num_running_;

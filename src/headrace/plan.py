@@ -457,10 +457,18 @@ def _fixed_parts(
         "interpreter_bytes": interpreter_bytes,
         "dense_bytes": sizes.dense_bytes,
         "kv_bytes": num_pages(config, context) * PAGE_TOKENS * sizes.kv_bytes_per_token,
-        "readers_bytes": num_readers * (THREAD_BYTES + sizes.reader_bytes)
+        "readers_bytes": num_readers * (THREAD_BYTES + _scratch_bytes(sizes, config))
         + num_threads * THREAD_BYTES
         + _policy_bytes(sizes),
     }
+
+
+def _scratch_bytes(sizes: ModelSizes, config: EngineConfig) -> int:
+    """What a reader holds at a time: in place a tensor, or small ones that are read together."""
+    if not sizes.reader_bytes:
+        return 0
+    together = min(2 * sizes.record_read_bytes, config.experts.largest_read_bytes)
+    return max(sizes.reader_bytes, together)
 
 
 def _policy_bytes(sizes: ModelSizes) -> int:

@@ -233,6 +233,38 @@ def test_a_file_cut_off_later_is_named(tmp_path: Path) -> None:
         lease.next_ready()
 
 
+@pytest.mark.parametrize(("case", "shards"), [("gptq-64", 1), ("nvfp4", 1), ("awq-32", 3)])
+def test_tensors_that_lie_together_are_read_together(
+    case: str, shards: int, tmp_path: Path
+) -> None:
+    """Bytes that come from the drive: of a read by itself also the rest of its first and last page.
+    With several files an expert's tensors lie in all of them."""
+    _write(tmp_path, "qwen3_moe", case, shards=shards)
+    table = _open(tmp_path).records
+    assert table is not None
+    places = {"whole": 1 << 20, "cut": 4096}
+    read, records = {}, {}
+    for name, block_bytes in places.items():
+        readers = ExpertConfig(block_bytes=block_bytes)
+        with ExpertStore(table, num_slots=8, readers=readers) as store:
+            for layer in table.layers:
+                with store.acquire(layer, np.arange(EXPERTS, dtype=np.int32)[None]) as lease:
+                    while ready := lease.next_ready():
+                        for i in ready:
+                            records[name, layer, i] = np.array(lease.data(i))
+                            lease.done(i)
+            read[name] = store.stats().bytes_read
+    own = sum(int(table.length[i, e].sum()) for i in range(LAYERS) for e in range(EXPERTS))
+    factors = 4096 if case == "nvfp4" else 0  # they lie between the others
+    most = own + LAYERS * EXPERTS * (shards * 2 * 4096 + factors)
+    one_by_one = -(-(table.offset + table.length) // 4096) * 4096 - table.offset // 4096 * 4096
+    assert own <= read["whole"] <= most < one_by_one.sum()
+    for layer in table.layers:
+        for i in range(EXPERTS):
+            whole = records["whole", layer, i]
+            np.testing.assert_array_equal(whole, records["cut", layer, i])
+
+
 def test_experts_of_two_kinds_are_refused(tmp_path: Path) -> None:
     def plain(tensors: Tensors, dtypes: dict[str, str]) -> None:
         for name in [n for n in tensors if ".layers.1.mlp.experts." in n]:
