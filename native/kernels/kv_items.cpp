@@ -46,6 +46,23 @@ void put_q8(const float* x, int32_t width, const ItemPlace& place) {
   }
 }
 
+// Sixteen-bit items: rounded in runs, which are compiled to vectors, then put in their places.
+template <class Narrow>
+void put_halves(const float* x, int32_t width, const ItemPlace& place, Narrow&& narrow) {
+  constexpr int32_t kRun = 64;
+  uint16_t run[kRun];
+  for (int32_t first = 0; first < width; first += kRun) {
+    const int32_t count = std::min(kRun, width - first);
+    for (int32_t i = 0; i < count; ++i) run[i] = narrow(x[first + i]);
+    std::byte* items = place.items + first * place.item_stride * 2;
+    if (place.item_stride == 1) {
+      std::memcpy(items, run, static_cast<size_t>(count) * 2);
+      continue;
+    }
+    for (int32_t i = 0; i < count; ++i) std::memcpy(items + i * place.item_stride * 2, run + i, 2);
+  }
+}
+
 }  // namespace
 
 void put_items(Format dtype, const float* x, int32_t width, const ItemPlace& place) {
@@ -56,9 +73,10 @@ void put_items(Format dtype, const float* x, int32_t width, const ItemPlace& pla
     }
     return;
   }
-  for (int64_t d = 0; d < width; ++d) {
-    const uint16_t bits = dtype == Format::F16 ? f16_from_float(x[d]) : bf16_from_float(x[d]);
-    std::memcpy(place.items + d * place.item_stride * 2, &bits, 2);
+  if (dtype == Format::F16) {
+    put_halves(x, width, place, [](float value) { return f16_from_float(value); });
+  } else {
+    put_halves(x, width, place, [](float value) { return bf16_from_float(value); });
   }
 }
 

@@ -99,8 +99,8 @@ class Linears {
 
   int64_t num_items() const { return num_items_; }
 
-  // Items [first, last), one kernel call per matrix that they touch: a call per item cost one row
-  // of q4 up to 8 % of the read bandwidth on two threads (docs/experiments.md, 2026-12-02).
+  // Items [first, last), by one kernel call for each matrix that they touch: a call per item costs
+  // one row of q4 several percent of the read (docs/experiments.md, 2026-12-02).
   void compute(int64_t first, int64_t last) const {
     for (int32_t i = 0; i < count_; ++i) {
       const int64_t begin = std::max(first, shares_[i].first_item);

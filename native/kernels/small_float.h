@@ -11,9 +11,9 @@ inline float float_from_bf16(uint16_t bits) { return std::bit_cast<float>(uint32
 
 inline uint16_t bf16_from_float(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u)
-    return static_cast<uint16_t>((bits >> 16) | 0x40u);  // NaN
-  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const bool is_nan = (std::bit_cast<int32_t>(value) & 0x7fffffff) > 0x7f800000;
+  return static_cast<uint16_t>(is_nan ? (bits >> 16) | 0x40u : rounded);
 }
 
 inline float float_from_f16(uint16_t half) {
@@ -28,19 +28,18 @@ inline float float_from_f16(uint16_t half) {
   return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
 }
 
+// Without branches, so that a loop over it is compiled to vectors.
 inline uint16_t f16_from_float(float value) {
-  const uint32_t bits = std::bit_cast<uint32_t>(value);
-  const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return sign | 0x7e00u;   // NaN
-  if (magnitude >= 0x477ff000u) return sign | 0x7c00u;  // rounds to infinity
-  if (magnitude < 0x38800000u) {                        // subnormal result
-    // Adding 2^-1 * 2^... lets the hardware round at the half's last place, to nearest even.
-    const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
-    return sign | static_cast<uint16_t>(std::bit_cast<uint32_t>(shifted) - 0x3f000000u);
-  }
-  const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
-  return sign | static_cast<uint16_t>((rounded - 0x38000000u) >> 13);
+  const auto bits = std::bit_cast<int32_t>(value);
+  const int32_t magnitude = bits & 0x7fffffff;
+  // Adding one half makes the hardware round at the last place of a subnormal result.
+  const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
+  const int32_t subnormal = std::bit_cast<int32_t>(shifted) - 0x3f000000;
+  const int32_t normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  int32_t half = magnitude < 0x38800000 ? subnormal : normal;
+  half = magnitude >= 0x477ff000 ? 0x7c00 : half;  // rounds to infinity
+  half = magnitude > 0x7f800000 ? 0x7e00 : half;   // NaN
+  return static_cast<uint16_t>(half | ((bits >> 16) & 0x8000));
 }
 
 // An e4m3 number without infinities (OCP 8-bit floating point, E4M3) as float16 bits that stand for

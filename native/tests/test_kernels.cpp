@@ -200,6 +200,28 @@ void test_small_floats() {
   check(f16_from_float(0x1.8p-25f) == 1);
 }
 
+// Between neighbours, what is nearer wins, and at the middle the even one.
+void test_halves_are_rounded_to_nearest_even() {
+  for (uint32_t bits = 0; bits < 0x7bff; ++bits) {
+    const auto lower = static_cast<uint16_t>(bits);
+    const auto upper = static_cast<uint16_t>(bits + 1);
+    const float middle = (float_from_f16(lower) + float_from_f16(upper)) / 2;  // exact
+    for (const float sign : {1.0f, -1.0f}) {
+      const uint16_t top = sign < 0 ? 0x8000 : 0;
+      check(f16_from_float(sign * middle) == (top | (bits % 2 == 0 ? lower : upper)));
+      check(f16_from_float(sign * std::nextafter(middle, 0.0f)) == (top | lower));
+      check(f16_from_float(sign * std::nextafter(middle, INFINITY)) == (top | upper));
+    }
+  }
+  for (const uint32_t bits : {0x7f800001u, 0x7fc00000u, 0xffffffffu}) {
+    check(std::isnan(float_from_f16(f16_from_float(std::bit_cast<float>(bits)))));
+    check(std::isnan(float_from_bf16(bf16_from_float(std::bit_cast<float>(bits)))));
+  }
+  check(f16_from_float(-INFINITY) == 0xfc00);
+  check(bf16_from_float(std::bit_cast<float>(0x3f808000u)) == 0x3f80);
+  check(bf16_from_float(std::bit_cast<float>(0x3f818000u)) == 0x3f82);
+}
+
 void test_rows_of_floats() {
   Random random(4);
   for (int32_t n : {1, 15, 16, 17, 47, 64, 130}) {
@@ -345,6 +367,7 @@ void run_everything() {
   test_rows_from_and_to_places();
   test_one_thread_or_many();
   test_small_floats();
+  test_halves_are_rounded_to_nearest_even();
   test_interleave_finds_what_is_not_finite();
   test_rows_of_floats();
   test_exp_of_everything();
