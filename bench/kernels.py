@@ -22,17 +22,18 @@ from statistics import median
 
 import numpy as np
 
-from headrace import _core, ops
+from headrace import _core, ops, quant
 from machine import Steal, describe
 
 FORMATS = [
     ("q4", 64), ("q4", 32), ("mxfp4", 32), ("q8", 32), ("bf16", 1), ("f32", 1),
     ("q4f", 64), ("q4f", 32), ("q4a", 64), ("q4a", 32), ("q8f", 32), ("q8f", 16),
     ("q8a", 32), ("q8a", 16), ("f8", 128), ("f8", 32),
+    *((name, kind.group) for name, kind in quant.MULTIPLES.items()),
 ]  # fmt: skip
 KEPT = {"q4f": (-8, 8), "q4a": (0, 16), "q8f": (-128, 128), "q8a": (-128, 128), "f8": (-126, 126)}
 """Formats that hold codes of foreign checkpoints, and the codes to draw."""
-INTEGER = ("q4", "mxfp4", "q8", "q4f", "q4a", "q8f", "q8a")
+INTEGER = ("q4", "mxfp4", "q8", "q4f", "q4a", "q8f", "q8a", *quant.MULTIPLES)
 HIDDEN, INNER = 2048, 768  # the experts of Qwen3-30B-A3B
 CHOSEN, NUM_EXPERTS = 8, 128
 READ_BYTES = 20 << 20  # what 8 such experts take in q4
@@ -153,6 +154,13 @@ def filled(num_bytes: int, pattern: np.ndarray) -> np.ndarray:
 def random_packed(shape: tuple[int, int], format: str, group: int) -> np.ndarray:
     """Packed bytes of a matrix of random weights or codes."""
     rng = np.random.default_rng(3)
+    if format in quant.MULTIPLES:
+        packed = _core.aligned_empty(_core.packed_bytes(format, *shape, group))
+        packed[:] = rng.integers(0, 64, packed.size, np.uint8)
+        # Units, of scales and of minimums, come first in a super-group.
+        supers = packed.reshape(-1, _core.packed_bytes(format, 16, quant.SUPER_INPUTS, group))
+        supers[:, :64] = np.full(32, 1e-4, np.float16).view(np.uint8)
+        return packed
     if format not in KEPT:
         w = rng.standard_normal(shape).astype(np.float32) / 32
         return _core.pack(w, format, group)

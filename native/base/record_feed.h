@@ -10,7 +10,25 @@
 
 namespace headrace {
 
-enum class Format : uint8_t { F32, F16, BF16, Q8, Q4, MXFP4, Q8F, Q8A, Q4F, Q4A, F8 };
+enum class Format : uint8_t {
+  F32,
+  F16,
+  BF16,
+  Q8,
+  Q4,
+  MXFP4,
+  Q8F,
+  Q8A,
+  Q4F,
+  Q4A,
+  F8,
+  Q2K,
+  Q3K,
+  Q4K,
+  Q5K,
+  Q6K,
+  Q6KA
+};
 
 // One packed matrix inside a record.
 struct ExpertMatrix {

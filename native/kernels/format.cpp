@@ -9,8 +9,8 @@ namespace {
 
 struct FormatSpec {
   const char* name;
-  int32_t groups[2];  // that the format has; 0: none
-  int32_t code_bits;
+  int32_t groups[2];    // that the format has; 0: none
+  int32_t code_bits;    // 0: see SuperLayout
   int32_t scale_bytes;  // of one output, with its minimum
 };
 
@@ -18,7 +18,9 @@ constexpr FormatSpec kSpecs[kNumFormats] = {
     {"f32", {1, 0}, 32, 0},  {"f16", {1, 0}, 16, 0},  {"bf16", {1, 0}, 16, 0},
     {"q8", {32, 0}, 8, 2},   {"q4", {32, 64}, 4, 2},  {"mxfp4", {32, 0}, 4, 1},
     {"q8f", {32, 16}, 8, 4}, {"q8a", {32, 16}, 8, 8}, {"q4f", {32, 64}, 4, 4},
-    {"q4a", {32, 64}, 4, 8}, {"f8", {128, 32}, 8, 4},
+    {"q4a", {32, 64}, 4, 8}, {"f8", {128, 32}, 8, 4}, {"q2k", {16, 0}, 0, 0},
+    {"q3k", {16, 0}, 0, 0},  {"q4k", {32, 0}, 0, 0},  {"q5k", {32, 0}, 0, 0},
+    {"q6k", {16, 0}, 0, 0},  {"q6ka", {16, 0}, 0, 0},
 };
 
 constexpr const FormatSpec& spec_of(Format format) { return kSpecs[static_cast<int>(format)]; }
@@ -42,7 +44,13 @@ static_assert(bytes_of_group(Format::Q8A, 16) == 384);
 static_assert(bytes_of_group(Format::Q4F, 64) == 576);
 static_assert(bytes_of_group(Format::Q4A, 32) == 384);
 static_assert(bytes_of_group(Format::F8, 128) == 2112);
-static_assert(static_cast<int>(Format::F8) == kNumFormats - 1);
+static_assert(super_layout(Format::Q2K, 16).nbytes == 1600);
+static_assert(super_layout(Format::Q3K, 16).nbytes == 1856);
+static_assert(super_layout(Format::Q4K, 32).nbytes == 2368);
+static_assert(super_layout(Format::Q5K, 32).nbytes == 2880);
+static_assert(super_layout(Format::Q6K, 16).nbytes == 3392);
+static_assert(super_layout(Format::Q6KA, 16).nbytes == 3648);
+static_assert(static_cast<int>(Format::Q6KA) == kNumFormats - 1);
 
 }  // namespace
 
@@ -79,6 +87,9 @@ int64_t num_groups(int32_t cols, int32_t group) { return (int64_t{cols} + group 
 int64_t num_blocks(int32_t rows) { return (int64_t{rows} + kBlockOutputs - 1) / kBlockOutputs; }
 
 int64_t block_bytes(Format format, int32_t cols, int32_t group) {
+  if (has_multiples(format)) {
+    return num_groups(cols, kSuperInputs) * super_layout(format, group).nbytes;
+  }
   return num_groups(cols, group) * group_bytes(format, group);
 }
 

@@ -101,32 +101,41 @@ void decode_iq4_xs(const uint8_t* b, uint8_t* codes, float* scales, float*) {
   }
 }
 
+// ---- types with 256 values in a block, whose scales are multiples of one number
+
+uint16_t half_bits_at(const uint8_t* bytes) {
+  uint16_t bits;
+  std::memcpy(&bits, bytes, 2);
+  return bits;
+}
+
 // Scale and minimum of sub-block j of Q4_K and Q5_K, six bits each, in 12 bytes.
-void scale_and_minimum(const uint8_t* s, int32_t j, int32_t& scale, int32_t& minimum) {
+void scale_and_minimum(const uint8_t* s, int32_t j, int8_t& scale, int8_t& minimum) {
   if (j < 4) {
-    scale = s[j] & 63;
-    minimum = s[j + 4] & 63;
+    scale = static_cast<int8_t>(s[j] & 63);
+    minimum = static_cast<int8_t>(s[j + 4] & 63);
   } else {
-    scale = (s[j + 4] & 15) | (s[j - 4] >> 6) << 4;
-    minimum = (s[j + 4] >> 4) | (s[j] >> 6) << 4;
+    scale = static_cast<int8_t>((s[j + 4] & 15) | (s[j - 4] >> 6) << 4);
+    minimum = static_cast<int8_t>((s[j + 4] >> 4) | (s[j] >> 6) << 4);
   }
 }
 
-void sub_block_scales(const uint8_t* b, float* scales, float* minimums) {
-  const float d = half_at(b), dmin = half_at(b + 2);
+// The file subtracts minimums.
+uint16_t negative(uint16_t half) { return static_cast<uint16_t>(half ^ 0x8000u); }
+
+void split_sub_blocks(const uint8_t* b, SuperBlock& out) {
+  out.unit = half_bits_at(b);
+  out.minimum_unit = negative(half_bits_at(b + 2));
   for (int32_t j = 0; j < 8; ++j) {
-    int32_t scale, minimum;
-    scale_and_minimum(b + 4, j, scale, minimum);
-    scales[j] = d * static_cast<float>(scale);
-    minimums[j] = -(dmin * static_cast<float>(minimum));
+    scale_and_minimum(b + 4, j, out.multiples[j], out.minimum_multiples[j]);
   }
 }
 
-void decode_q4_k(const uint8_t* b, uint8_t* codes, float* scales, float* minimums) {
-  sub_block_scales(b, scales, minimums);
+void split_q4_k(const uint8_t* b, SuperBlock& out) {
+  split_sub_blocks(b, out);
   for (int32_t chunk = 0; chunk < 4; ++chunk) {
     const uint8_t* q = b + 16 + 32 * chunk;
-    uint8_t* to = codes + 64 * chunk;
+    uint8_t* to = out.codes + 64 * chunk;
     for (int32_t i = 0; i < 32; ++i) {
       to[i] = q[i] & 15;
       to[i + 32] = q[i] >> 4;
@@ -134,12 +143,12 @@ void decode_q4_k(const uint8_t* b, uint8_t* codes, float* scales, float* minimum
   }
 }
 
-void decode_q5_k(const uint8_t* b, uint8_t* codes, float* scales, float* minimums) {
-  sub_block_scales(b, scales, minimums);
+void split_q5_k(const uint8_t* b, SuperBlock& out) {
+  split_sub_blocks(b, out);
   const uint8_t* high = b + 16;
   for (int32_t chunk = 0; chunk < 4; ++chunk) {
     const uint8_t* q = b + 48 + 32 * chunk;
-    uint8_t* to = codes + 64 * chunk;
+    uint8_t* to = out.codes + 64 * chunk;
     for (int32_t i = 0; i < 32; ++i) {
       to[i] = byte_of((q[i] & 15) | (high[i] >> (2 * chunk) & 1) << 4);
       to[i + 32] = byte_of((q[i] >> 4) | (high[i] >> (2 * chunk + 1) & 1) << 4);
@@ -147,62 +156,91 @@ void decode_q5_k(const uint8_t* b, uint8_t* codes, float* scales, float* minimum
   }
 }
 
-void decode_q6_k(const uint8_t* b, uint8_t* codes, float* scales, float*) {
-  const float d = half_at(b + 208);
-  for (int32_t j = 0; j < 16; ++j) {
-    scales[j] = d * static_cast<float>(static_cast<int8_t>(b[192 + j]));
-  }
+void split_q6_k(const uint8_t* b, SuperBlock& out) {
+  out.unit = half_bits_at(b + 208);
+  std::memcpy(out.multiples, b + 192, 16);
   for (int32_t half = 0; half < 2; ++half) {
     const uint8_t *low = b + 64 * half, *high = b + 128 + 32 * half;
-    uint8_t* to = codes + 128 * half;
+    uint8_t* to = out.codes + 128 * half;
     for (int32_t i = 0; i < 32; ++i) {
-      to[i] = byte_of(((low[i] & 15) | (high[i] & 3) << 4) - 32);
-      to[i + 32] = byte_of(((low[i + 32] & 15) | (high[i] >> 2 & 3) << 4) - 32);
-      to[i + 64] = byte_of(((low[i] >> 4) | (high[i] >> 4 & 3) << 4) - 32);
-      to[i + 96] = byte_of(((low[i + 32] >> 4) | (high[i] >> 6) << 4) - 32);
+      to[i] = byte_of((low[i] & 15) | (high[i] & 3) << 4);
+      to[i + 32] = byte_of((low[i + 32] & 15) | (high[i] >> 2 & 3) << 4);
+      to[i + 64] = byte_of((low[i] >> 4) | (high[i] >> 4 & 3) << 4);
+      to[i + 96] = byte_of((low[i + 32] >> 4) | (high[i] >> 6) << 4);
     }
   }
 }
 
-void decode_q2_k(const uint8_t* b, uint8_t* codes, float* scales, float* minimums) {
-  const float d = half_at(b + 80), dmin = half_at(b + 82);
-  for (int32_t j = 0; j < 16; ++j) {
-    scales[j] = d * static_cast<float>(b[j] & 15);
-    minimums[j] = -(dmin * static_cast<float>(b[j] >> 4));
-  }
-  for (int32_t i = 0; i < 256; ++i) {
-    codes[i] = b[16 + 32 * (i / 128) + i % 32] >> (2 * (i % 128 / 32)) & 3;
+// Two bits of each code: 32 bytes hold those of inputs i, i + 32, i + 64 and i + 96.
+void split_two_bits(const uint8_t* packed, uint8_t* codes) {
+  for (int32_t run = 0; run < 8; ++run) {
+    const uint8_t* from = packed + run / 4 * 32;
+    for (int32_t i = 0; i < 32; ++i) codes[run * 32 + i] = from[i] >> (2 * (run % 4)) & 3;
   }
 }
 
-void decode_q3_k(const uint8_t* b, uint8_t* codes, float* scales, float*) {
-  const float d = half_at(b + 108);
+void split_q2_k(const uint8_t* b, SuperBlock& out) {
+  out.unit = half_bits_at(b + 80);
+  out.minimum_unit = negative(half_bits_at(b + 82));
+  for (int32_t j = 0; j < 16; ++j) {
+    out.multiples[j] = static_cast<int8_t>(b[j] & 15);
+    out.minimum_multiples[j] = static_cast<int8_t>(b[j] >> 4);
+  }
+  split_two_bits(b + 16, out.codes);
+}
+
+void split_q3_k(const uint8_t* b, SuperBlock& out) {
+  out.unit = half_bits_at(b + 108);
   const uint8_t* s = b + 96;
   for (int32_t j = 0; j < 16; ++j) {
     const int32_t low = j < 8 ? s[j] & 15 : s[j - 8] >> 4;
     const int32_t high = s[8 + j % 4] >> (2 * (j / 4)) & 3;
-    scales[j] = d * static_cast<float>((low | high << 4) - 32);
+    out.multiples[j] = static_cast<int8_t>((low | high << 4) - 32);
   }
-  for (int32_t i = 0; i < 256; ++i) {
-    const int32_t low = b[32 + 32 * (i / 128) + i % 32] >> (2 * (i % 128 / 32)) & 3;
-    codes[i] = byte_of(low - ((b[i % 32] >> (i / 32) & 1) != 0 ? 0 : 4));
+  split_two_bits(b + 32, out.codes);
+  for (int32_t run = 0; run < 8; ++run) {
+    uint8_t* codes = out.codes + run * 32;
+    for (int32_t i = 0; i < 32; ++i) {
+      codes[i] = byte_of(codes[i] | (b[i] >> run & 1) << 2);
+    }
   }
 }
 
+// The same block for a format with a float32 scale for each group.
+template <void (*split)(const uint8_t*, SuperBlock&), Format format, int32_t group>
+void decode_super_block(const uint8_t* b, uint8_t* codes, float* scales, float* minimums) {
+  constexpr CodePlanes kPlanes = code_planes(format);
+  int8_t multiples[16], minimum_multiples[16];
+  SuperBlock block{codes, multiples, minimum_multiples, 0, 0};
+  split(b, block);
+  for (int32_t i = 0; i < kSuperInputs; ++i) codes[i] = byte_of(codes[i] - kPlanes.offset);
+  for (int32_t j = 0; j < kSuperInputs / group; ++j) {
+    scales[j] = float_from_f16(block.unit) * static_cast<float>(multiples[j]);
+    if constexpr (kPlanes.has_minimum) {
+      minimums[j] = float_from_f16(block.minimum_unit) * static_cast<float>(minimum_multiples[j]);
+    }
+  }
+}
+
+template <void (*split)(const uint8_t*, SuperBlock&), Format format, int32_t group>
+constexpr GgufType super_type(int32_t id, int32_t nbytes) {
+  return {id, kSuperInputs, nbytes, group, decode_super_block<split, format, group>, format, split};
+}
+
 constexpr std::array<GgufType, 13> kTypes{{
-    {2, 32, 18, 32, decode_q4_0, Format::Q4},
-    {3, 32, 20, 32, decode_q4_1, Format::Q4A},
-    {6, 32, 22, 32, decode_q5_0, Format::Q8F},
-    {7, 32, 24, 32, decode_q5_1, Format::Q8A},
-    {8, 32, 34, 32, decode_q8_0, Format::Q8},
-    {10, 256, 84, 16, decode_q2_k, Format::Q8A},
-    {11, 256, 110, 16, decode_q3_k, Format::Q8F},
-    {12, 256, 144, 32, decode_q4_k, Format::Q4A},
-    {13, 256, 176, 32, decode_q5_k, Format::Q8A},
-    {14, 256, 210, 16, decode_q6_k, Format::Q8F},
-    {20, 32, 18, 32, decode_iq4_nl, Format::Q8F},
-    {23, 256, 136, 32, decode_iq4_xs, Format::Q8F},
-    {39, 32, 17, 32, decode_mxfp4, Format::MXFP4},
+    {2, 32, 18, 32, decode_q4_0, Format::Q4, nullptr},
+    {3, 32, 20, 32, decode_q4_1, Format::Q4A, nullptr},
+    {6, 32, 22, 32, decode_q5_0, Format::Q8F, nullptr},
+    {7, 32, 24, 32, decode_q5_1, Format::Q8A, nullptr},
+    {8, 32, 34, 32, decode_q8_0, Format::Q8, nullptr},
+    super_type<split_q2_k, Format::Q2K, 16>(10, 84),
+    super_type<split_q3_k, Format::Q3K, 16>(11, 110),
+    super_type<split_q4_k, Format::Q4K, 32>(12, 144),
+    super_type<split_q5_k, Format::Q5K, 32>(13, 176),
+    super_type<split_q6_k, Format::Q6K, 16>(14, 210),
+    {20, 32, 18, 32, decode_iq4_nl, Format::Q8F, nullptr},
+    {23, 256, 136, 32, decode_iq4_xs, Format::Q8F, nullptr},
+    {39, 32, 17, 32, decode_mxfp4, Format::MXFP4, nullptr},
 }};
 
 // Twice the e2m1 values, for formats of plain integers, with half the scale.
@@ -243,6 +281,46 @@ void clear_rows(int32_t first, Format format, Strip& strip) {
   std::fill(strip.minimums + first * kMaxGroups, std::end(strip.minimums), 0.0f);
 }
 
+// What a block of `type` is in a format that holds more: codes from that format's zero on, and the
+// multiples of a group twice where it has two groups for it.
+void widen(const GgufType& type, Format format, int32_t group, SuperBlock& block) {
+  const int32_t more = code_planes(format).offset - code_planes(type.tightest).offset;
+  for (int32_t i = 0; i < kSuperInputs; ++i) block.codes[i] = byte_of(block.codes[i] + more);
+  for (int32_t j = kSuperInputs / group - 1; j >= 0; --j) {
+    block.multiples[j] = block.multiples[j * group / type.group];
+    block.minimum_multiples[j] = block.minimum_multiples[j * group / type.group];
+  }
+}
+
+// Blocks of a type whose own format has multiples: the parts of a block stay apart.
+int64_t repack_super_blocks(const uint8_t* source, const GgufType& type, int32_t rows, int32_t cols,
+                            Format format, int32_t group, std::byte* packed) {
+  const int32_t supers = cols / kSuperInputs;
+  const int64_t step = super_layout(format, group).nbytes;
+  int64_t first_bad = -1;
+  SuperBand band{};
+  for (int32_t row = 0; row < rows; row += kBlockOutputs) {
+    const int32_t num_rows = std::min(kBlockOutputs, rows - row);
+    if (num_rows < kBlockOutputs) band = {};  // rows past the last one
+    for (int32_t i = 0; i < supers; ++i, packed += step) {
+      for (int32_t output = 0; output < num_rows; ++output) {
+        const uint8_t* from = source + (int64_t{row + output} * supers + i) * type.nbytes;
+        SuperBlock block{band.codes[output], band.multiples[output], band.minimum_multiples[output],
+                         0, 0};
+        type.split(from, block);
+        if (format != type.tightest) widen(type, format, group, block);
+        band.units[output] = block.unit;
+        band.minimum_units[output] = block.minimum_unit;
+      }
+      const int32_t bad = place_super_group(format, group, band, packed);
+      if (bad < 0) continue;
+      const int64_t index = int64_t{row + bad} * cols + i * kSuperInputs;
+      first_bad = first_bad < 0 ? index : std::min(first_bad, index);
+    }
+  }
+  return first_bad;
+}
+
 }  // namespace
 
 const GgufType& gguf_type(int32_t id) {
@@ -255,10 +333,16 @@ const GgufType& gguf_type(int32_t id) {
 
 void require_gguf(const GgufType& type, int32_t cols, Format format, int32_t group) {
   const bool has_own_scales = format == type.tightest && group == type.group;
+  const bool holds_multiples =
+      has_multiples(type.tightest) &&
+      ((format == Format::Q6KA && group == 16) ||
+       (format == Format::Q5K && group == 32 && type.tightest == Format::Q4K));
   const bool is_wider =
       (group == 16 || group == 32) && type.group % group == 0 &&
       (format == Format::Q8A || (format == Format::Q8F && !has_minimum(type.tightest)));
-  if (cols > 0 && cols % type.block == 0 && (has_own_scales || is_wider)) return;
+  if (cols > 0 && cols % type.block == 0 && (has_own_scales || holds_multiples || is_wider)) {
+    return;
+  }
   throw Error(ErrorKind::Shape, "rows of " + std::to_string(cols) + " values of GGUF type " +
                                     std::to_string(type.id) + " do not fit format " +
                                     format_name(format) + " with groups of " +
@@ -268,6 +352,9 @@ void require_gguf(const GgufType& type, int32_t cols, Format format, int32_t gro
 int64_t repack_gguf(const std::byte* source, const GgufType& type, int32_t rows, int32_t cols,
                     Format format, int32_t group, std::byte* packed) {
   const auto* bytes = reinterpret_cast<const uint8_t*>(source);
+  if (has_multiples(format)) {
+    return repack_super_blocks(bytes, type, rows, cols, format, group, packed);
+  }
   const int64_t row_bytes = int64_t{cols} / type.block * type.nbytes;
   const int64_t step = group_bytes(format, group);
   int64_t first_bad = -1;

@@ -10,6 +10,15 @@
 
 namespace headrace {
 
+// A block of 256 values whose scales are multiples of one number: what place_super_group takes of
+// an output.
+struct SuperBlock {
+  uint8_t* codes;  // 256, from 0 on
+  int8_t* multiples;
+  int8_t* minimum_multiples;
+  uint16_t unit, minimum_unit;  // float16
+};
+
 // How one tensor type stores values; `id` is the file's.
 struct GgufType {
   int32_t id;
@@ -19,6 +28,7 @@ struct GgufType {
   // One block: `block` codes, and a scale and a minimum for each group.
   void (*decode)(const uint8_t* source, uint8_t* codes, float* scales, float* minimums);
   Format tightest;  // the smallest format that holds the codes
+  void (*split)(const uint8_t* source, SuperBlock& out);  // if that format has multiples
 };
 
 // Throws Error(UnsupportedModel) for a type without blocks or one that is not decoded here.

@@ -7,6 +7,7 @@
 // clang-format off: the lanes come first, the others are written over them
 #include "kernels/simd_avx512.h"
 #include "kernels/tile_amx.h"
+#include "kernels/kernels_linear_super.h"
 #include "kernels/kernels_linear_amx.h"
 // clang-format on
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/kernel_table.h"
+#include "kernels/kernels_linear_super.h"
 #include "kernels/linear_rows.h"
 #include "kernels/unroll.h"
 
@@ -275,7 +276,8 @@ inline void linear_f8(const LinearArgs& a) {
 inline const KernelTable* make_table() {
   static constexpr KernelTable table = {
       {linear_f32, linear_f16, linear_bf16, linear_q8, linear_q4, linear_mxfp4, linear_q8f,
-       linear_q8a, linear_q4f, linear_q4a, linear_f8},
+       linear_q8a, linear_q4f, linear_q4a, linear_f8, linear_q2k, linear_q3k, linear_q4k,
+       linear_q5k, linear_q6k, linear_q6ka},
       quantise_row,
       rms_norm_row,
       silu_mul,

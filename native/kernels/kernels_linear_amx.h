@@ -80,11 +80,37 @@ struct TileMxfp4 {
   static __m512i high(__m512i packed) { return low(_mm512_srli_epi16(packed, 4)); }
 };
 
+// Formats with multiples (kernels_linear_super.h) are unpacked a super-group at a time.
+template <class S>
+struct TileSuper {
+  static constexpr bool kHasMinimum = S::kPlanes.has_minimum;
+};
+
 // About one chunk ahead (see below): memory answers in less than the rows of a tile take with it.
 inline constexpr int64_t kTilePrefetchBytes = 4096;
 
 template <class F, int group>
 inline constexpr int64_t kGroupBytes = group * kBlockOutputs / F::kCodesPerByte + F::kScaleBytes;
+
+// As unpack_group below, for the first groups of a super-group. Codes are never negative.
+template <class S>
+void unpack_super_group(const unsigned char* p, int32_t groups, int8_t* weights, float* scales,
+                        float* minimums) {
+  for (int32_t line = 0; line < S::kLayout.nbytes; line += 64) {
+    prefetch(p + kTilePrefetchBytes + line);
+  }
+  const SuperScales<S> numbers(p);
+  for (int32_t g = 0; g < groups; ++g) {
+    const StepPlanes<S> planes(p, g);
+    unroll<8>([&](auto i) {
+      _mm512_store_si512(weights + (g * 8 + i) * 64, planes.template codes<i>().v);
+    });
+    store(scales + g * kBlockOutputs, numbers.scales(g));
+    if constexpr (S::kPlanes.has_minimum) {
+      store(minimums + g * kBlockOutputs, numbers.minimums(g));
+    }
+  }
+}
 
 template <class F, int group>
 void unpack_group(const unsigned char* p, int8_t* weights, float* scales, float* minimums) {
@@ -317,14 +343,32 @@ class TileProduct {
   }
 
   void unpack(int64_t chunk) const {
-    const unsigned char* p = reinterpret_cast<const unsigned char*>(a_.weights) +
-                             chunk / chunks_ * a_.block_bytes +
-                             first_group(chunk) * kGroupBytes<F, group>;
-    const int32_t groups = count(chunk);
-    for (int32_t g = 0; g < groups; ++g) {
-      unpack_group<F, group>(
-          p + g * kGroupBytes<F, group>, weights(chunk) + g * group * kBlockOutputs,
-          output_scales(chunk) + g * kBlockOutputs, output_minimums(chunk) + g * kBlockOutputs);
+    const unsigned char* p =
+        reinterpret_cast<const unsigned char*>(a_.weights) + chunk / chunks_ * a_.block_bytes;
+    unpack_groups(F{}, p, first_group(chunk), count(chunk), weights(chunk), output_scales(chunk),
+                  output_minimums(chunk));
+  }
+
+  template <class Plain>
+  static void unpack_groups(Plain, const unsigned char* block, int32_t first, int32_t count,
+                            int8_t* weights, float* scales, float* minimums) {
+    block += first * kGroupBytes<Plain, group>;
+    for (int32_t g = 0; g < count; ++g) {
+      unpack_group<Plain, group>(block + g * kGroupBytes<Plain, group>,
+                                 weights + g * group * kBlockOutputs, scales + g * kBlockOutputs,
+                                 minimums + g * kBlockOutputs);
+    }
+  }
+  template <class S>
+  static void unpack_groups(TileSuper<S>, const unsigned char* block, int32_t first, int32_t count,
+                            int8_t* weights, float* scales, float* minimums) {
+    constexpr int32_t kGroups = S::kLayout.groups;
+    static_assert(kChunkGroups % kGroups == 0);
+    for (int32_t g = 0; g < count; g += kGroups) {
+      const int32_t left = count - g;
+      unpack_super_group<S>(block + (first + g) / kGroups * S::kLayout.nbytes,
+                            left < kGroups ? left : kGroups, weights + g * group * kBlockOutputs,
+                            scales + g * kBlockOutputs, minimums + g * kBlockOutputs);
     }
   }
 
@@ -441,6 +485,14 @@ inline void linear_q4a(const LinearArgs& a) { nibble_tiles<TileQ4a, Format::Q4A>
 inline void linear_q8f(const LinearArgs& a) { byte_tiles<TileQ8f, Format::Q8F>(a); }
 inline void linear_q8a(const LinearArgs& a) { byte_tiles<TileQ8a, Format::Q8A>(a); }
 
+// Of the formats with multiples, those with groups of 32.
+inline void linear_q4k_tiles(const LinearArgs& a) {
+  tiles_or_vectors<TileSuper<Q4k>, 32, Format::Q4K>(a);
+}
+inline void linear_q5k_tiles(const LinearArgs& a) {
+  tiles_or_vectors<TileSuper<Q5k>, 32, Format::Q5K>(a);
+}
+
 inline const KernelTable* make_table() {
   static const KernelTable table = [] {
     KernelTable t = *avx512_table();
@@ -451,6 +503,8 @@ inline const KernelTable* make_table() {
     t.linear[static_cast<int>(Format::Q8A)] = linear_q8a;
     t.linear[static_cast<int>(Format::Q4F)] = linear_q4f;
     t.linear[static_cast<int>(Format::Q4A)] = linear_q4a;
+    t.linear[static_cast<int>(Format::Q4K)] = linear_q4k_tiles;
+    t.linear[static_cast<int>(Format::Q5K)] = linear_q5k_tiles;
     return t;
   }();
   return &table;

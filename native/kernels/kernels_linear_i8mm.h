@@ -143,6 +143,84 @@ inline void linear_q8a_i8mm(const LinearArgs& a) { pair_groups<Q8a, 32, 16>(a); 
 inline void linear_q4f_i8mm(const LinearArgs& a) { pair_groups<Q4f, 32, 64>(a); }
 inline void linear_q4a_i8mm(const LinearArgs& a) { pair_groups<Q4a, 32, 64>(a); }
 
+// ---- formats with multiples
+
+template <class S, int P>
+void super_pair_tile(const LinearArgs& a, int32_t block, int32_t row) {
+  constexpr int kGroup = S::kGroup;
+  const int8_t* x[2 * P];
+  const float* sx[2 * P];
+  const int32_t* sums[2 * P];
+  Floats acc[2 * P];
+  for (int r = 0; r < 2 * P; ++r) {
+    const int64_t from = in_row(a, row + r);
+    x[r] = a.codes + from * a.num_groups * kGroup;
+    sx[r] = a.scales + from * a.num_groups;
+    sums[r] = a.sums + from * a.num_groups;
+    acc[r] = splat(0.0f);
+  }
+  const unsigned char* p =
+      reinterpret_cast<const unsigned char*>(a.weights) + int64_t{block} * a.block_bytes;
+  for (int32_t first = 0; first < a.num_groups; first += S::kLayout.groups) {
+    const SuperScales<S> numbers(p);
+    const int32_t left = a.num_groups - first;
+    const int32_t groups = left < S::kLayout.groups ? left : S::kLayout.groups;
+    for (int32_t step = 0; step * (kStepInputs / kGroup) < groups; ++step) {
+      const StepPlanes<S> planes(p, step);
+      planes.fetch_ahead();
+      unroll<kStepInputs / kGroup>([&](auto part) {
+        const int32_t in_super = step * (kStepInputs / kGroup) + part;
+        if (in_super >= groups) return;
+        const int32_t g = first + in_super;
+        PairSums dot[P];
+        for (int i = 0; i < P; ++i) {
+          dot[i] = pair_start(-S::kPlanes.offset * sums[2 * i][g],
+                              -S::kPlanes.offset * sums[2 * i + 1][g]);
+        }
+        unroll<kGroup / 8>([&](auto j) {
+          constexpr int kVector = part * (kGroup / 4) + 2 * j;
+          const WideWeights w =
+              zip(planes.template codes<kVector>(), planes.template codes<kVector + 1>());
+          for (int i = 0; i < P; ++i) pair_dot(dot[i], w, x[2 * i] + j * 8, x[2 * i + 1] + j * 8);
+        });
+        const Floats sw = numbers.scales(in_super);
+        for (int i = 0; i < P; ++i) {
+          acc[2 * i] = fma(to_float(row_sums<0>(dot[i])), mul(splat(sx[2 * i][g]), sw), acc[2 * i]);
+          acc[2 * i + 1] =
+              fma(to_float(row_sums<1>(dot[i])), mul(splat(sx[2 * i + 1][g]), sw), acc[2 * i + 1]);
+        }
+        if constexpr (S::kPlanes.has_minimum) {
+          const Floats mw = numbers.minimums(in_super);
+          for (int r = 0; r < 2 * P; ++r) {
+            const Floats sum = splat(static_cast<float>(sums[r][g]));
+            acc[r] = fma(sum, mul(splat(sx[r][g]), mw), acc[r]);
+          }
+        }
+        for (int r = 0; r < 2 * P; ++r) x[r] += kGroup;
+      });
+    }
+    p += S::kLayout.nbytes;
+  }
+  for (int r = 0; r < 2 * P; ++r) store_outputs(a, block, row + r, acc[r]);
+}
+
+template <class S>
+void super_pair_blocks(const LinearArgs& a) {
+  for (int32_t block = 0; block < a.num_blocks; ++block) {
+    int32_t row = 0;
+    for (; row + 4 <= a.num_rows; row += 4) super_pair_tile<S, 2>(a, block, row);
+    for (; row + 2 <= a.num_rows; row += 2) super_pair_tile<S, 1>(a, block, row);
+    if (row < a.num_rows) super_tile<S, 1>(a, block, row);
+  }
+}
+
+inline void linear_q2k_i8mm(const LinearArgs& a) { super_pair_blocks<Q2k>(a); }
+inline void linear_q3k_i8mm(const LinearArgs& a) { super_pair_blocks<Q3k>(a); }
+inline void linear_q4k_i8mm(const LinearArgs& a) { super_pair_blocks<Q4k>(a); }
+inline void linear_q5k_i8mm(const LinearArgs& a) { super_pair_blocks<Q5k>(a); }
+inline void linear_q6k_i8mm(const LinearArgs& a) { super_pair_blocks<Q6k>(a); }
+inline void linear_q6ka_i8mm(const LinearArgs& a) { super_pair_blocks<Q6ka>(a); }
+
 inline const KernelTable* make_i8mm_table() {
   static const KernelTable table = [] {
     KernelTable t = *make_table();
@@ -153,6 +231,12 @@ inline const KernelTable* make_i8mm_table() {
     t.linear[static_cast<int>(Format::Q8A)] = linear_q8a_i8mm;
     t.linear[static_cast<int>(Format::Q4F)] = linear_q4f_i8mm;
     t.linear[static_cast<int>(Format::Q4A)] = linear_q4a_i8mm;
+    t.linear[static_cast<int>(Format::Q2K)] = linear_q2k_i8mm;
+    t.linear[static_cast<int>(Format::Q3K)] = linear_q3k_i8mm;
+    t.linear[static_cast<int>(Format::Q4K)] = linear_q4k_i8mm;
+    t.linear[static_cast<int>(Format::Q5K)] = linear_q5k_i8mm;
+    t.linear[static_cast<int>(Format::Q6K)] = linear_q6k_i8mm;
+    t.linear[static_cast<int>(Format::Q6KA)] = linear_q6ka_i8mm;
     return t;
   }();
   return &table;

@@ -341,6 +341,32 @@ float real_value(Format format, int32_t group, const uint8_t* packed, int32_t ou
   return format == Format::Q8A ? product + load_at<float>(scales, kBlockOutputs + output) : product;
 }
 
+// Bits of vector j in a plane of `bits` bits.
+uint8_t plane_code(const uint8_t* plane, int32_t bits, int32_t j, int32_t byte) {
+  if (bits == 0) return 0;
+  const int32_t together = 8 / bits;
+  const int32_t shifted = plane[j / together * 64 + byte] >> (j % together * bits);
+  return static_cast<uint8_t>(shifted & ((1 << bits) - 1));
+}
+
+float super_value(Format format, int32_t group, const std::byte* packed, int32_t output,
+                  int32_t k) {
+  const SuperLayout layout = super_layout(format, group);
+  const CodePlanes planes = code_planes(format);
+  const auto* bytes = reinterpret_cast<const uint8_t*>(packed);
+  const int32_t j = k / 4, byte = output * 4 + k % 4;
+  const int32_t code = plane_code(bytes + layout.low, planes.low_bits, j, byte) |
+                       plane_code(bytes + layout.high, planes.high_bits, j, byte)
+                           << planes.low_bits;
+  const auto number = [&](int32_t units, int32_t multiples) {
+    const auto multiple = load_at<int8_t>(packed + multiples, k / group * kBlockOutputs + output);
+    return float_from_f16(load_at<uint16_t>(packed + units, output)) * static_cast<float>(multiple);
+  };
+  const float product = static_cast<float>(code - planes.offset) * number(0, layout.multiples);
+  if (!planes.has_minimum) return product;
+  return product + number(layout.minimum_units, layout.minimum_multiples);
+}
+
 // ---- codes from elsewhere
 
 // The range of a code's byte as its format reads it; whole bytes if there is none to keep to.
@@ -421,9 +447,7 @@ class CodePacker {
   FirstIndex bad_code_, bad_scale_;
 };
 
-bool can_round_to(Format format) {
-  return !is_quantised(format) ? format != Format::F8 : format <= Format::MXFP4;
-}
+bool can_round_to(Format format) { return format <= Format::MXFP4; }
 
 }  // namespace
 
@@ -449,9 +473,9 @@ void pack(ThreadPool& pool, const RowMajor& source, Format format, int32_t group
 
 void pack_codes(ThreadPool& pool, const RowMajorCodes& source, Format format, int32_t group,
                 const std::string& name, std::byte* packed) {
-  if (!has_groups(format)) {
+  if (!has_groups(format) || has_multiples(format)) {
     throw Error(ErrorKind::Config, std::string("format ") + format_name(format) +
-                                       " holds no codes\nexpected one with a scale per group");
+                                       " holds no codes with a float scale for each group");
   }
   CodePacker packer(source, format, group);
   const int64_t bytes = block_bytes(format, source.cols, group);
@@ -463,6 +487,14 @@ void pack_codes(ThreadPool& pool, const RowMajorCodes& source, Format format, in
 void unpack_row(const MatrixView& matrix, int32_t row, float* values) {
   const std::byte* block = matrix.data + row / kBlockOutputs * matrix.block_bytes();
   const int32_t output = row % kBlockOutputs;
+  if (has_multiples(matrix.format)) {
+    const int64_t step = super_layout(matrix.format, matrix.group).nbytes;
+    for (int32_t k = 0; k < matrix.cols; ++k) {
+      values[k] = super_value(matrix.format, matrix.group, block + k / kSuperInputs * step, output,
+                              k % kSuperInputs);
+    }
+    return;
+  }
   const int64_t bytes = group_bytes(matrix.format, matrix.group);
   for (int32_t k = 0; k < matrix.cols; ++k) {
     const std::byte* group = block + k / matrix.group * bytes;

@@ -104,6 +104,51 @@ int32_t place_scales(Format format, int32_t group, const CodeBand& band, int32_t
   return bad;
 }
 
+// ---- formats with multiples
+
+// Which bits of a code a plane holds; bits 0: there is no such plane.
+struct PlaneBits {
+  int32_t first, bits;
+};
+
+// Words 0..7 are inputs 4 i .. 4 i + 3 of four outputs: their bits become `bits` vectors of the
+// plane.
+void place_plane(const Words4 (&words)[8], PlaneBits plane, uint8_t* packed) {
+  if (plane.bits == 0) return;
+  const int32_t together = 8 / plane.bits;
+  const Words4 mask = Words4{} + ((1u << plane.bits) - 1u) * 0x01010101u;
+  for (int32_t i = 0; i < plane.bits; ++i) {
+    Words4 joined{};
+    for (int32_t j = 0; j < together; ++j) {
+      joined |= (words[i * together + j] >> plane.first & mask) << (j * plane.bits);
+    }
+    store_as(packed + i * 64, joined);
+  }
+}
+
+void place_planes(Format format, const SuperBand& band, uint8_t* low, uint8_t* high) {
+  const CodePlanes planes = code_planes(format);
+  for (int32_t output = 0; output < kBlockOutputs; output += 4) {
+    for (int32_t k = 0; k < kSuperInputs; k += 32) {
+      Words4 words[8];
+      for (int32_t half = 0; half < 2; ++half) {
+        Words4 four[4];
+        for (int32_t i = 0; i < 4; ++i) {
+          four[i] = load_as<Words4>(&band.codes[output + i][k + half * 16]);
+        }
+        transpose(four);
+        for (int32_t i = 0; i < 4; ++i) words[half * 4 + i] = four[i];
+      }
+      const int32_t at = k * 2, column = output * 4;
+      place_plane(words, {0, planes.low_bits}, low + at * planes.low_bits + column);
+      place_plane(words, {planes.low_bits, planes.high_bits},
+                  high + at * planes.high_bits + column);
+    }
+  }
+}
+
+bool is_finite_half(uint16_t bits) { return (bits & 0x7c00u) != 0x7c00u; }
+
 }  // namespace
 
 // Four rounds that interleave bytes of two halves.
@@ -123,6 +168,30 @@ void place_bytes(const uint8_t* codes, int64_t stride, int32_t group, uint8_t* p
     }
     for (int i = 0; i < 16; ++i) store_as(packed + (k + i) * 16, rows[i]);
   }
+}
+
+int32_t place_super_group(Format format, int32_t group, const SuperBand& band, std::byte* packed) {
+  const SuperLayout layout = super_layout(format, group);
+  auto* to = reinterpret_cast<uint8_t*>(packed);
+  const bool has_minimums = has_minimum(format);
+  std::memset(to, 0, 64);
+  std::memcpy(to, band.units, 32);
+  if (has_minimums) std::memcpy(to + layout.minimum_units, band.minimum_units, 32);
+  int32_t bad = -1;
+  for (int32_t output = kBlockOutputs - 1; output >= 0; --output) {
+    for (int32_t g = 0; g < layout.groups; ++g) {
+      const int32_t at = g * kBlockOutputs + output;
+      to[layout.multiples + at] = static_cast<uint8_t>(band.multiples[output][g]);
+      if (has_minimums) {
+        to[layout.minimum_multiples + at] = static_cast<uint8_t>(band.minimum_multiples[output][g]);
+      }
+    }
+    const bool is_held = is_finite_half(band.units[output]) &&
+                         (!has_minimums || is_finite_half(band.minimum_units[output]));
+    if (!is_held) bad = output;
+  }
+  place_planes(format, band, to + layout.low, to + layout.high);
+  return bad;
 }
 
 int64_t place_groups(Format format, int32_t group, int32_t num_groups, const CodeBand& band,

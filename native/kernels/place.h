@@ -31,4 +31,18 @@ int64_t place_groups(Format format, int32_t group, int32_t num_groups, const Cod
 // multiple of 16.
 void place_bytes(const uint8_t* codes, int64_t stride, int32_t group, uint8_t* packed);
 
+// A super-group of the 16 outputs of a block, as formats with multiples hold it.
+struct SuperBand {
+  uint8_t codes[kBlockOutputs][kSuperInputs];  // from 0 on: the format's offset is in them
+  // By group; some formats have 8 of them, and no minimums.
+  int8_t multiples[kBlockOutputs][16];
+  int8_t minimum_multiples[kBlockOutputs][16];
+  uint16_t units[kBlockOutputs];  // float16
+  uint16_t minimum_units[kBlockOutputs];
+};
+
+// Fills the super-group at `packed`. Serial. Returns -1, or the first output with a unit that is a
+// NaN or an infinity; all bytes are written all the same.
+int32_t place_super_group(Format format, int32_t group, const SuperBand& band, std::byte* packed);
+
 }  // namespace headrace

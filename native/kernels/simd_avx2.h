@@ -127,9 +127,28 @@ inline Bytes low_nibbles(Bytes x) {
 inline Bytes high_nibbles(Bytes x) {
   return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
 }
+// Bits [from, from + bits) of each byte, at bit `to`.
+template <int from, int to, int bits>
+Bytes move_bits(Bytes x) {
+  const __m256i mask = _mm256_set1_epi8(static_cast<char>(((1 << bits) - 1) << to));
+  const auto moved = [&](__m256i half) {
+    if constexpr (from > to) half = _mm256_srli_epi16(half, from - to);
+    if constexpr (from < to) half = _mm256_slli_epi16(half, to - from);
+    return _mm256_and_si256(half, mask);
+  };
+  return {moved(x.a), moved(x.b)};
+}
+// The same of `high`, joined with the bits of `low`, which has none there.
+template <int from, int to, int bits>
+Bytes join_bits(Bytes low, Bytes high) {
+  const Bytes moved = move_bits<from, to, bits>(high);
+  return {_mm256_or_si256(low.a, moved.a), _mm256_or_si256(low.b, moved.b)};
+}
 
 // Rows of a tile of products: eight of the sixteen registers are their dots of one group.
 inline constexpr int kTileRowsMost = 4;
+// The same where bits of codes lie apart.
+inline constexpr int kSuperRowsMost = kTileRowsMost;
 
 inline constexpr int kQ8Offset = 0;
 inline Bytes q8_weights(Bytes codes) { return codes; }

@@ -89,10 +89,32 @@ inline Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_ep
 inline Bytes high_nibbles(Bytes a) {
   return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))};
 }
+// Bit `from` of each byte at bit `to`, and its neighbours likewise, some from the next byte.
+template <int from, int to>
+__m512i shifted(__m512i x) {
+  if constexpr (from > to) return _mm512_srli_epi16(x, from - to);
+  if constexpr (from < to) return _mm512_slli_epi16(x, to - from);
+  return x;
+}
+// Bits [from, from + bits) of each byte, at bit `to`.
+template <int from, int to, int bits>
+Bytes move_bits(Bytes x) {
+  const __m512i mask = _mm512_set1_epi8(static_cast<char>(((1 << bits) - 1) << to));
+  return {_mm512_and_si512(shifted<from, to>(x.v), mask)};
+}
+// The same of `high`, joined with the bits of `low`, which has none there.
+template <int from, int to, int bits>
+Bytes join_bits(Bytes low, Bytes high) {
+  const __m512i mask = _mm512_set1_epi8(static_cast<char>(((1 << bits) - 1) << to));
+  // low | (high & mask), in one instruction.
+  return {_mm512_ternarylogic_epi64(low.v, shifted<from, to>(high.v), mask, 0xf8)};
+}
 
 // Rows of a tile of products: their sums and their dots of one group, beside two vectors of
 // weights.
 inline constexpr int kTileRowsMost = 8;
+// The same where bits of codes lie apart.
+inline constexpr int kSuperRowsMost = kTileRowsMost;
 
 // vpdpbusd takes unsigned weights: q8 codes get 128 added by flipping their top bit.
 inline constexpr int kQ8Offset = 128;

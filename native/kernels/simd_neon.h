@@ -196,9 +196,29 @@ inline Bytes high_nibbles(Bytes x) {
   return each<Bytes>(
       [](int8x16_t u) { return vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(u), 4)); }, x);
 }
+// Bits [from, from + bits) of each byte, at bit `to`.
+template <int from, int to, int bits>
+Bytes move_bits(Bytes x) {
+  return each<Bytes>(
+      [](int8x16_t u) {
+        uint8x16_t v = vreinterpretq_u8_s8(u);
+        if constexpr (from > to) v = vshrq_n_u8(v, from - to);
+        if constexpr (from < to) v = vshlq_n_u8(v, to - from);
+        return vreinterpretq_s8_u8(vandq_u8(v, vdupq_n_u8(((1 << bits) - 1) << to)));
+      },
+      x);
+}
+// The same of `high`, joined with the bits of `low`, which has none there.
+template <int from, int to, int bits>
+Bytes join_bits(Bytes low, Bytes high) {
+  return each<Bytes>([](int8x16_t u, int8x16_t v) { return vorrq_s8(u, v); }, low,
+                     move_bits<from, to, bits>(high));
+}
 
 // Rows of a tile of products: their dots of one group take half the registers.
 inline constexpr int kTileRowsMost = 4;
+// The same where bits of codes lie apart.
+inline constexpr int kSuperRowsMost = kTileRowsMost;
 
 // SDOT multiplies signed by signed, so no format needs an offset but q4, whose nibbles hold one.
 inline constexpr int kQ8Offset = 0;

@@ -187,9 +187,24 @@ inline Bytes high_nibbles(Bytes a) {
   for (uint8_t& b : a.byte) b >>= 4;
   return a;
 }
+// Bits [from, from + bits) of each byte, at bit `to`.
+template <int from, int to, int bits>
+Bytes move_bits(Bytes a) {
+  for (uint8_t& b : a.byte) b = static_cast<uint8_t>((b >> from & ((1 << bits) - 1)) << to);
+  return a;
+}
+// The same of `high`, joined with the bits of `low`, which has none there.
+template <int from, int to, int bits>
+Bytes join_bits(Bytes low, const Bytes& high) {
+  const Bytes moved = move_bits<from, to, bits>(high);
+  for (int i = 0; i < 64; ++i) low.byte[i] |= moved.byte[i];
+  return low;
+}
 
 // Rows of a tile of products.
 inline constexpr int kTileRowsMost = 8;
+// The same where bits of codes lie apart: each row more is a loop for each vector of a group.
+inline constexpr int kSuperRowsMost = 1;
 
 inline constexpr int kQ8Offset = 0;
 inline Bytes q8_weights(Bytes codes) { return codes; }

@@ -14,6 +14,7 @@
 #include "check.h"
 #include "kernels/format.h"
 #include "kernels/pack.h"
+#include "kernels/place.h"
 #include "kernels/small_float.h"
 
 namespace headrace::test {
@@ -64,7 +65,8 @@ inline constexpr Kind kKinds[] = {
     {Format::F32, 1},  {Format::F16, 1},    {Format::BF16, 1}, {Format::Q8, 32},  {Format::Q4, 32},
     {Format::Q4, 64},  {Format::MXFP4, 32}, {Format::Q8F, 16}, {Format::Q8F, 32}, {Format::Q8A, 16},
     {Format::Q8A, 32}, {Format::Q4F, 32},   {Format::Q4F, 64}, {Format::Q4A, 32}, {Format::Q4A, 64},
-    {Format::F8, 32},  {Format::F8, 128}};
+    {Format::F8, 32},  {Format::F8, 128},   {Format::Q2K, 16}, {Format::Q3K, 16}, {Format::Q4K, 32},
+    {Format::Q5K, 32}, {Format::Q6K, 16},   {Format::Q6KA, 16}};
 
 // Weights as codes of a format that holds those of foreign checkpoints. The codes are found in the
 // simplest way, which is as good as any here: what they stand for is what tests compare.
@@ -132,10 +134,75 @@ class ForeignCodes {
   std::vector<float> scales_, minimums_;
 };
 
-// Packs weights in any format: rounded as `convert` does, or by ForeignCodes.
+// Weights as formats with multiples hold them, rounded in a simple way.
+class SuperCodes {
+ public:
+  SuperCodes(const std::vector<float>& w, int32_t rows, int32_t cols, Kind kind)
+      : w_(w), rows_(rows), cols_(cols), kind_(kind), planes_(code_planes(kind.format)) {}
+
+  void place(std::byte* packed) const {
+    const int64_t step = super_layout(kind_.format, kind_.group).nbytes;
+    for (int64_t block = 0; block < num_blocks(rows_); ++block) {
+      for (int64_t first = 0; first < cols_; first += kSuperInputs, packed += step) {
+        SuperBand band{};
+        for (int64_t output = 0; output < kBlockOutputs; ++output) {
+          round(block * kBlockOutputs + output, first, static_cast<size_t>(output), band);
+        }
+        place_super_group(kind_.format, kind_.group, band, packed);
+      }
+    }
+  }
+
+ private:
+  // Zero beyond the matrix.
+  float weight(int64_t row, int64_t col) const {
+    return row < rows_ && col < cols_ ? w_[static_cast<size_t>(row * cols_ + col)] : 0.0f;
+  }
+
+  void round(int64_t row, int64_t first, size_t output, SuperBand& band) const {
+    const int32_t codes = 1 << (planes_.low_bits + planes_.high_bits);
+    float most = 0.0f;
+    for (int64_t k = first; k < first + kSuperInputs; ++k) {
+      most = std::max(most, std::fabs(weight(row, k)));
+    }
+    // With an offset and minimums, an odd middle: else the minimums would be nothing.
+    const bool has_both = planes_.has_minimum && planes_.offset != 0;
+    const float half = static_cast<float>(has_both ? codes / 2 - 8 : codes / 2);
+    const float unit = most / half / 31.0f;
+    const float minimum_unit = unit * (static_cast<float>(planes_.offset) - half);
+    band.units[output] = f16_from_float(unit);
+    band.minimum_units[output] = f16_from_float(planes_.has_minimum ? minimum_unit : 0.0f);
+    for (int64_t g = 0; g < kSuperInputs / kind_.group; ++g) {
+      float largest = 0.0f;
+      for (int64_t k = g * kind_.group; k < (g + 1) * kind_.group; ++k) {
+        largest = std::max(largest, std::fabs(weight(row, first + k)));
+      }
+      const float multiple = most == 0.0f ? 0.0f : std::ceil(largest / most * 31.0f);
+      const size_t at = static_cast<size_t>(g);
+      band.multiples[output][at] = static_cast<int8_t>(multiple);
+      band.minimum_multiples[output][at] =
+          static_cast<int8_t>(planes_.has_minimum ? multiple : 0.0f);
+      const float scale = multiple * unit;
+      for (int64_t k = g * kind_.group; k < (g + 1) * kind_.group; ++k) {
+        const float steps = scale == 0.0f ? 0.0f : std::nearbyint(weight(row, first + k) / scale);
+        band.codes[output][static_cast<size_t>(k)] =
+            static_cast<uint8_t>(std::clamp(steps + half, 0.0f, 2.0f * half - 1.0f));
+      }
+    }
+  }
+
+  const std::vector<float>& w_;
+  int32_t rows_, cols_;
+  Kind kind_;
+  CodePlanes planes_;
+};
+
+// Packs weights in any format: rounded as `convert` does, or by ForeignCodes or SuperCodes.
 inline void pack_any(ThreadPool& pool, const std::vector<float>& w, int32_t rows, int32_t cols,
                      Kind kind, std::byte* packed) {
-  if (kind.format >= Format::Q8F) {
+  if (has_multiples(kind.format)) {
+    SuperCodes(w, rows, cols, kind).place(packed);
+  } else if (kind.format >= Format::Q8F) {
     pack_codes(pool, ForeignCodes(w, rows, cols, kind).view(), kind.format, kind.group, "w",
                packed);
   } else {

@@ -22,6 +22,9 @@ struct Held {
 
 std::vector<Held> formats_of(const GgufType& type) {
   std::vector<Held> held{{type.tightest, type.group}, {Format::Q8A, 16}};
+  if (type.group == 32) held.push_back({Format::Q8A, 32});
+  if (has_multiples(type.tightest)) held.push_back({Format::Q6KA, 16});
+  if (type.tightest == Format::Q4K) held.push_back({Format::Q5K, 32});
   if (!has_minimum(type.tightest)) held.push_back({Format::Q8F, 16});
   return held;
 }
@@ -84,7 +87,10 @@ void test_what_does_not_fit_is_refused() {
   const auto refused = [](int32_t id, int32_t cols, Format format, int32_t group) {
     return test::message_of<Error>([&] { require_gguf(gguf_type(id), cols, format, group); });
   };
-  test::check_contains(refused(12, 128, Format::Q4A, 32), "rows of 128 values");
+  test::check_contains(refused(12, 128, Format::Q4K, 32), "rows of 128 values");
+  test::check_contains(refused(13, 256, Format::Q4K, 32), "format q4k");
+  test::check_contains(refused(14, 256, Format::Q5K, 32), "format q5k");
+  test::check_contains(refused(20, 256, Format::Q6KA, 16), "format q6ka");
   test::check_contains(refused(12, 256, Format::Q8F, 32), "format q8f");
   test::check_contains(refused(14, 256, Format::Q8F, 32), "groups of 32");
   test::check_contains(refused(8, 64, Format::Q4, 32), "format q4");

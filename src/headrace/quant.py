@@ -19,6 +19,30 @@ FLOATING = {"f32": 4, "f16": 2, "bf16": 2}
 NIBBLES = ("q4", "mxfp4", "q4f", "q4a")
 """Formats of which two codes share a byte."""
 WITH_MINIMUM = ("q8a", "q4a")
+SUPER_INPUTS = 256
+
+
+@dataclass(frozen=True)
+class Multiples:
+    """A format whose scales are int8 multiples of a float16 unit of 256 inputs."""
+
+    low_bits: int
+    """Of a code; they lie apart from the others."""
+    high_bits: int
+    offset: int
+    """What a code has too much."""
+    group: int
+    has_minimum: bool
+
+
+MULTIPLES = {
+    "q2k": Multiples(2, 0, 0, 16, True),
+    "q3k": Multiples(2, 1, 4, 16, False),
+    "q4k": Multiples(4, 0, 0, 32, True),
+    "q5k": Multiples(4, 1, 0, 32, True),
+    "q6k": Multiples(4, 2, 32, 16, False),
+    "q6ka": Multiples(4, 2, 32, 16, True),
+}
 
 # Bytes of the scales, and minimums, of 16 outputs.
 _SCALE_BYTES = {
@@ -28,6 +52,23 @@ _SCALE_BYTES = {
 # e2m1 values by code; the integer kernels use their doubles with half the scale.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)
 _E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+
+
+@dataclass(frozen=True)
+class SuperCodes:
+    """A matrix [N, K] as a format of `MULTIPLES` holds it, K a multiple of 256.
+
+    Real value = (codes - offset) * (units * multiples) + minimum_units * minimum_multiples.
+    """
+
+    codes: Bytes
+    """[N, K]"""
+    multiples: npt.NDArray[np.int8]
+    """[N, K / group]"""
+    units: npt.NDArray[np.float16]
+    """[N, K / 256]"""
+    minimum_multiples: npt.NDArray[np.int8] | None
+    minimum_units: npt.NDArray[np.float16] | None
 
 
 @dataclass(frozen=True)
@@ -84,6 +125,8 @@ def packed_bytes(format: str, rows: int, cols: int, group: int) -> int:
     """Bytes of a packed matrix [rows, cols]."""
     group = 1 if format in FLOATING else group
     blocks = -(-rows // BLOCK_OUTPUTS)
+    if format in MULTIPLES:
+        return blocks * -(-cols // SUPER_INPUTS) * _super_bytes(MULTIPLES[format])
     return blocks * -(-cols // group) * group_bytes(format, group)
 
 
@@ -221,6 +264,107 @@ def pack_codes(
     return _join(_place(pad(codes, group), format, group), tails)
 
 
+def pack_multiples(source: SuperCodes, format: str) -> Bytes:
+    """Lay out what a format of `MULTIPLES` holds; nothing is rounded."""
+    kind = MULTIPLES[format]
+    rows = -source.codes.shape[0] % BLOCK_OUTPUTS
+
+    num_supers = source.units.shape[1]
+
+    def by_output(numbers: npt.NDArray[Any]) -> Bytes:
+        """[N, S * n], S the super-groups of a row, to [block, S, bytes], outputs innermost."""
+        padded = np.pad(numbers, ((0, rows), (0, 0)))
+        supers = padded.reshape(-1, BLOCK_OUTPUTS, num_supers, padded.shape[1] // num_supers)
+        laid_out = np.ascontiguousarray(supers.transpose(0, 2, 3, 1))
+        return laid_out.view(np.uint8).reshape(len(supers), num_supers, -1)
+
+    no_units = np.zeros_like(source.units)
+    parts = [
+        by_output(source.units),
+        by_output(no_units if source.minimum_units is None else source.minimum_units),
+        by_output(source.multiples),
+    ]
+    if source.minimum_multiples is not None:
+        parts.append(by_output(source.minimum_multiples))
+    vectors = _place(np.pad(source.codes, ((0, rows), (0, 0))), "q8", SUPER_INPUTS)
+    parts.append(_join_bits(vectors, kind.low_bits))
+    parts.append(_join_bits(vectors >> np.uint8(kind.low_bits), kind.high_bits))
+    return np.concatenate(parts, axis=2).reshape(-1)
+
+
+def _join_bits(vectors: Bytes, bits: int) -> Bytes:
+    """The low bits of bytes of vectors [block, super-group, byte], 8 / bits vectors together."""
+    if bits == 0:
+        return vectors[:, :, :0]
+    together = vectors.reshape(*vectors.shape[:2], -1, 8 // bits, 64) & np.uint8((1 << bits) - 1)
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    joined: Bytes = np.bitwise_or.reduce(together << shifts, axis=3)
+    return joined.reshape(*vectors.shape[:2], -1)
+
+
+def _split_bits(plane: Bytes, bits: int) -> Bytes:
+    """Undo `_join_bits`."""
+    if bits == 0:
+        return np.zeros((*plane.shape[:2], SUPER_INPUTS * BLOCK_OUTPUTS), np.uint8)
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    apart = plane.reshape(*plane.shape[:2], -1, 1, 64) >> shifts
+    vectors: Bytes = apart & np.uint8((1 << bits) - 1)
+    return vectors.reshape(*plane.shape[:2], -1)
+
+
+def _super_bytes(kind: Multiples) -> int:
+    numbers = SUPER_INPUTS // kind.group * (2 if kind.has_minimum else 1)
+    bits = kind.low_bits + kind.high_bits
+    return BLOCK_OUTPUTS * (4 + numbers + SUPER_INPUTS * bits // 8)
+
+
+def super_codes(packed: Bytes, format: str, rows: int, cols: int) -> SuperCodes:
+    """What a packed matrix [rows, cols] of a format of `MULTIPLES` holds, with padding columns."""
+    kind = MULTIPLES[format]
+    num_blocks, num_supers = -(-rows // BLOCK_OUTPUTS), -(-cols // SUPER_INPUTS)
+    parts = packed.reshape(num_blocks, num_supers, -1)
+    groups = SUPER_INPUTS // kind.group
+    sizes = [32, 32, groups * 16, groups * 16 * kind.has_minimum]
+    sizes.append(SUPER_INPUTS * 2 * kind.low_bits)
+    units, minimum_units, multiples, minimum_multiples, low, high = (
+        np.ascontiguousarray(part) for part in np.split(parts, np.cumsum(sizes), axis=2)
+    )
+
+    def by_row(numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """[block, super-group, n * 16], outputs innermost, to [N, super-groups * n]."""
+        split = numbers.reshape(num_blocks, num_supers, -1, BLOCK_OUTPUTS)
+        return split.transpose(0, 3, 1, 2).reshape(num_blocks * BLOCK_OUTPUTS, -1)[:rows]
+
+    joined = _split_bits(high, kind.high_bits) << np.uint8(kind.low_bits)
+    joined |= _split_bits(low, kind.low_bits)
+    vectors = joined.reshape(num_blocks, num_supers, SUPER_INPUTS // 4, BLOCK_OUTPUTS, 4)
+    integers = vectors.transpose(0, 3, 1, 2, 4).reshape(num_blocks * BLOCK_OUTPUTS, -1)[:rows]
+    return SuperCodes(
+        integers,
+        by_row(multiples.view(np.int8)),
+        by_row(units.view(np.float16)),
+        by_row(minimum_multiples.view(np.int8)) if kind.has_minimum else None,
+        by_row(minimum_units.view(np.float16)) if kind.has_minimum else None,
+    )
+
+
+def _multiple_codes(packed: Bytes, format: str, rows: int, cols: int) -> Codes:
+    """`codes` of a format of `MULTIPLES`."""
+    kind = MULTIPLES[format]
+    held = super_codes(packed, format, rows, cols)
+    groups = SUPER_INPUTS // kind.group
+
+    def numbers(units: npt.NDArray[np.float16], multiples: npt.NDArray[np.int8]) -> Float32:
+        products: Float32 = np.repeat(units.astype(np.float32), groups, axis=1) * multiples
+        return products
+
+    minimums = None
+    if held.minimum_units is not None and held.minimum_multiples is not None:
+        minimums = numbers(held.minimum_units, held.minimum_multiples)
+    integers = held.codes.astype(np.int8) - np.int8(kind.offset)
+    return Codes(integers, numbers(held.units, held.multiples), kind.group, minimums)
+
+
 def _check_codes(codes: npt.NDArray[Any], format: str) -> None:
     wide = codes.view(np.int8)
     low, high = {"q4": (-8, 7), "q4f": (-8, 7), "q4a": (0, 15), "mxfp4": (0, 15)}.get(
@@ -263,6 +407,8 @@ def _join(body: Bytes, tails: list[npt.NDArray[Any]]) -> Bytes:
 
 def codes(packed: Bytes, format: str, rows: int, cols: int, group: int) -> Codes:
     """Read a packed quantised matrix back as integers and scales, padding columns included."""
+    if format in MULTIPLES:
+        return _multiple_codes(packed, format, rows, cols)
     num_blocks = -(-rows // BLOCK_OUTPUTS)
     num_groups = -(-cols // group)
     parts = packed.reshape(num_blocks, num_groups, -1)

@@ -119,16 +119,16 @@ def test_what_is_asked_for_is_quantised_again_and_said(
     recipe = Recipe("q4", "q8", 32, rules=(Rule("experts.down", "keep", 1),), scales="search")
     report = convert(source, tmp_path / "out", recipe)
     # q8 of 32 is what Q8_0 is: its codes are kept as they are.
-    twice = dict.fromkeys(("experts.gate", "experts.up"), "q8f in groups of 16")
+    twice = dict.fromkeys(("experts.gate", "experts.up"), "q6k in groups of 16")
     assert report.requantised == make_plan(source, recipe).requantised == twice
-    assert "experts.gate: quantised twice: the source holds codes, q8f in groups" in caplog.text
+    assert "experts.gate: quantised twice: the source holds codes, q6k in groups" in caplog.text
     assert set(report.losses) == {"experts.gate", "experts.up"}
     made, held = opened(tmp_path / "out"), GgufCheckpoint(source)
     name = "model.layers.1.self_attn.k_proj.weight"
     assert made.load_bytes(name).tobytes() == held.load_matrix(name).data.tobytes()
     assert made.records is not None
     formats = [(m.format, m.group) for m in made.records.layout.matrices]
-    assert formats == [("q4", 32), ("q4", 32), ("q8f", 16)]
+    assert formats == [("q4", 32), ("q4", 32), ("q6k", 16)]
     assert np.isfinite(logits_of(tmp_path / "out")).all()
 
 

@@ -110,6 +110,28 @@ def test_types_may_differ_between_layers_and_matrices(tmp_path: Path) -> None:
     np.testing.assert_array_equal(logits_of(path), logits_of(path, 2))
 
 
+@pytest.mark.parametrize(
+    ("types", "wanted"),
+    [
+        (("Q4_K", "Q6_K"), ("q6ka", 16)),  # `down` of a file called Q4_K_M
+        (("Q4_K", "Q5_K"), ("q5k", 32)),
+        (("Q2_K", "Q3_K"), ("q6ka", 16)),
+    ],
+)
+def test_mixed_super_blocks_share_a_format(
+    tmp_path: Path, types: tuple[str, str], wanted: tuple[str, int]
+) -> None:
+    by_role = {(n, role): "Q4_K" for n in range(LAYERS) for role in EXPERT_ROLES}
+    by_role |= {(n, "down"): types[n % 2] for n in range(LAYERS)}
+    path = write_model(tmp_path / "tiny.gguf", "qwen3_moe", "Q6_K", by_role)
+    layout = GgufCheckpoint(path).records.layout  # type: ignore[union-attr]
+    assert [(m.format, m.group) for m in layout.matrices] == [("q4k", 32), ("q4k", 32), wanted]
+    for (layer, expert, role), values in records_of(path).items():
+        found = values_of(path, f"blk.{layer}.{EXPERT_ROLES[role]}")[expert]
+        np.testing.assert_array_equal(values, found)
+    np.testing.assert_array_equal(logits_of(path), logits_of(path, 2))
+
+
 def test_values_and_codes_share_no_format(tmp_path: Path) -> None:
     types = {(layer, role): "Q8_0" for layer in range(LAYERS) for role in EXPERT_ROLES}
     path = write_model(tmp_path / "a.gguf", "olmoe", "F32", {**types, (1, "gate"): "F16"})

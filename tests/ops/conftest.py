@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from headrace import _core
+from headrace import _core, quant
 
 ROUNDED = [("f32", 1), ("f16", 1), ("bf16", 1), ("q8", 32), ("q4", 32), ("q4", 64), ("mxfp4", 32)]
 """Formats that weights are rounded to, with their groups."""
@@ -17,7 +17,9 @@ KEPT = [
     ("q4a", 32), ("q4a", 64), ("f8", 32), ("f8", 128),
 ]  # fmt: skip
 """Formats that hold codes from elsewhere."""
-FORMATS = ROUNDED + KEPT
+MULTIPLES = [(name, kind.group) for name, kind in quant.MULTIPLES.items()]
+"""Formats whose scales are multiples of a unit of 256 inputs."""
+FORMATS = ROUNDED + KEPT + MULTIPLES
 FLOATS = ("f32", "f16", "bf16", "f8")
 MACHINES = [(isa, threads) for isa in _core.available_isas() for threads in (1, 3)]
 
@@ -100,8 +102,38 @@ def _rows_of(codes: np.ndarray, cols: int) -> np.ndarray:
     return np.ascontiguousarray(codes.reshape(codes.shape[0], -1)[:, :cols])
 
 
+def make_multiples(w: np.ndarray, format: str) -> quant.SuperCodes:
+    """Round weights to a format with multiples in a simple way, which loses much."""
+    kind = quant.MULTIPLES[format]
+    padded = np.pad(w, ((0, 0), (0, -w.shape[1] % 256)))
+    num_codes = 1 << (kind.low_bits + kind.high_bits)
+    # With an offset and minimums, an odd middle: else the minimums would be nothing.
+    half = np.float32(num_codes // 2 - (8 if kind.has_minimum and kind.offset else 0))
+    groups = padded.reshape(len(w), -1, 256 // kind.group, kind.group)
+    largest = np.abs(groups).max(axis=3)
+    most = np.maximum(largest.max(axis=2, keepdims=True), np.float32(1e-6))
+    multiples = np.ceil(largest / most * 31)
+    units = (most / half / 31).astype(np.float16)
+    scales = np.maximum(units.astype(np.float32) * multiples, np.float32(1e-9))[..., None]
+    codes = np.rint(groups / scales + half).clip(0, num_codes - 1).astype(np.uint8)
+    whole = multiples.astype(np.int8).reshape(len(w), -1)
+    minimum_units = None
+    if kind.has_minimum:
+        minimum_units = (units[:, :, 0] * (kind.offset - half)).astype(np.float16)
+    return quant.SuperCodes(
+        codes.reshape(padded.shape),
+        whole,
+        units[:, :, 0],
+        whole if kind.has_minimum else None,
+        minimum_units,
+    )
+
+
 def make_matrix(w: np.ndarray, format: str, group: int) -> _core.Matrix:
-    if (format, group) in KEPT:
+    if format in quant.MULTIPLES:
+        packed = _core.aligned_empty(_core.packed_bytes(format, *w.shape, group))
+        packed[:] = quant.pack_multiples(make_multiples(w, format), format)
+    elif (format, group) in KEPT:
         coded = make_codes(w, format, group)
         packed = _core.pack_codes(coded.codes, coded.scales, coded.minimums, format, group)
     else:

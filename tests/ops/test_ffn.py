@@ -82,6 +82,8 @@ def test_swiglu(
         [("f8", 128)] * 3,
         [("q4a", 32), ("q4a", 32), ("q8f", 16)],  # a GGUF file of Q4_K and Q6_K
         [("q4f", 64), ("q8a", 16), ("f8", 32)],
+        [("q4k", 32), ("q4k", 32), ("q6k", 16)],
+        [("q5k", 32), ("q5k", 32), ("q6ka", 16)],
     ],
 )
 @pytest.mark.parametrize("num_tokens", [1, 9])

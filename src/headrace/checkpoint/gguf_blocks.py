@@ -17,8 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.arrays import Bytes, Float32
+from headrace.checkpoint.gguf_super_blocks import SUPER_TYPES, super_blocks_of_packed
 from headrace.checkpoint.records import FLOAT_FORMATS
 from headrace.errors import UnsupportedModelError
+from headrace.quant import MULTIPLES, SUPER_INPUTS, WITH_MINIMUM
 
 
 @dataclass(frozen=True)
@@ -110,12 +112,20 @@ TYPE_OF_FORMAT: Mapping[str, str] = {
     "bf16": "BF16",
     "f16": "F16",
     "f32": "F32",
+    **SUPER_TYPES,
 }
 """The tensor type that holds a packed format without loss."""
 BLOCK_VALUES = 32
-"""Values of a row that share a scale in the quantised types of `TYPE_OF_FORMAT`."""
+"""Values of a block in the quantised types that weights are rounded to."""
 _OUTPUTS = 16
 _VALUE_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
+
+
+def block_values(format: str) -> int:
+    """Values of a block of the type of `TYPE_OF_FORMAT`: a row is a whole number of blocks."""
+    if format in _VALUE_BYTES:
+        return 1
+    return SUPER_INPUTS if format in SUPER_TYPES else BLOCK_VALUES
 
 
 def blocks_of_packed(packed: Bytes, format: str, rows: int, cols: int, group: int) -> Bytes:
@@ -127,12 +137,14 @@ def blocks_of_packed(packed: Bytes, format: str, rows: int, cols: int, group: in
         packed: [n] uint8, as docs/format.md describes it.
         format: a key of `TYPE_OF_FORMAT`.
         rows: N.
-        cols: K; in a quantised format a multiple of 32.
+        cols: K; a multiple of `block_values`.
         group: inputs per scale.
 
     Returns:
         [N, row bytes] uint8.
     """
+    if format in SUPER_TYPES:
+        return super_blocks_of_packed(packed, format, rows, cols)
     num_blocks = -(-rows // _OUTPUTS)
     if format in _VALUE_BYTES:
         values = packed.view(f"u{_VALUE_BYTES[format]}").reshape(num_blocks, cols, _OUTPUTS)
@@ -322,16 +334,19 @@ QUANTISED: Mapping[str, QuantisedType] = {
     "Q5_0": QuantisedType(22, _q5_0, "q8f", 32),
     "Q5_1": QuantisedType(24, _q5_1, "q8a", 32),
     "Q8_0": QuantisedType(34, _q8_0, "q8", 32),
-    "Q2_K": QuantisedType(84, _q2_k, "q8a", 16),
-    "Q3_K": QuantisedType(110, _q3_k, "q8f", 16),
-    "Q4_K": QuantisedType(144, _q4_k, "q4a", 32),
-    "Q5_K": QuantisedType(176, _q5_k, "q8a", 32),
-    "Q6_K": QuantisedType(210, _q6_k, "q8f", 16),
+    "Q2_K": QuantisedType(84, _q2_k, "q2k", 16),
+    "Q3_K": QuantisedType(110, _q3_k, "q3k", 16),
+    "Q4_K": QuantisedType(144, _q4_k, "q4k", 32),
+    "Q5_K": QuantisedType(176, _q5_k, "q5k", 32),
+    "Q6_K": QuantisedType(210, _q6_k, "q6k", 16),
     "IQ4_NL": QuantisedType(18, _iq4_nl, "q8f", 32),
     "IQ4_XS": QuantisedType(136, _iq4_xs, "q8f", 32),
     "MXFP4": QuantisedType(17, _mxfp4, "mxfp4", 32),
 }
 FLOATING: Mapping[str, Callable[[Bytes], Float32]] = {"F32": _f32, "F16": _f16, "BF16": _bf16}
+
+
+_WITH_MINIMUM = {*WITH_MINIMUM, *(name for name, kind in MULTIPLES.items() if kind.has_minimum)}
 
 
 def common_format(type_names: Iterable[str]) -> tuple[str, int]:
@@ -355,5 +370,9 @@ def common_format(type_names: Iterable[str]) -> tuple[str, int]:
     held = {(QUANTISED[name].format, QUANTISED[name].group) for name in names}
     if len(held) == 1:
         return held.pop()
-    has_minimum = any(format in ("q4a", "q8a") for format, _ in held)
+    if set(names) <= {"Q4_K", "Q5_K"}:
+        return "q5k", 32
+    if set(names) <= set(SUPER_TYPES.values()):
+        return "q6ka", 16
+    has_minimum = any(format in _WITH_MINIMUM for format, _ in held)
     return ("q8a" if has_minimum else "q8f"), min(group for _, group in held)

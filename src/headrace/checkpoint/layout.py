@@ -16,6 +16,7 @@ from headrace.checkpoint.base import NUMPY_TYPES
 from headrace.checkpoint.jsonfile import canonical_json
 from headrace.checkpoint.records import RECORD_ALIGNMENT, RecordLayout, align_up
 from headrace.errors import ConfigError
+from headrace.quant import MULTIPLES
 
 FORMAT_NAME = "headrace container"
 FORMAT_VERSION = 1
@@ -31,11 +32,17 @@ _GROUPS = {
     "q4f": (32, 64),
     "q4a": (32, 64),
     "f8": (32, 128),
+    "q2k": (16,),
+    "q3k": (16,),
+    "q4k": (32,),
+    "q5k": (32,),
+    "q6k": (16,),
+    "q6ka": (16,),
     "bf16": (1,),
     "f16": (1,),
     "f32": (1,),
 }
-KEPT = ("q8f", "q8a", "q4f", "q4a", "f8")
+KEPT = ("q8f", "q8a", "q4f", "q4a", "f8", *MULTIPLES)
 """Formats that hold codes as a source had them: a container may, whatever its recipe says."""
 _SAFETENSORS_NAMES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 

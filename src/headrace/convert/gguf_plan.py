@@ -21,7 +21,7 @@ from headrace.checkpoint import (
     open_checkpoint,
     read_config,
 )
-from headrace.checkpoint.gguf_blocks import BLOCK_VALUES, TYPE_OF_FORMAT
+from headrace.checkpoint.gguf_blocks import TYPE_OF_FORMAT, block_values
 from headrace.checkpoint.gguf_header import GgufTensor
 from headrace.checkpoint.gguf_names import (
     ARCHITECTURES,
@@ -271,10 +271,10 @@ def _require_possible(
             f"expected one of {', '.join(TYPE_OF_FORMAT)}\n"
             "hint: ask for f32, which is exact, or export from the source of this container"
         )
-    if format not in _FLOATING and cols % BLOCK_VALUES:
+    if cols % block_values(format):
         raise UnsupportedModelError(
             f"{name} has rows of {cols} values: {source.path}\n"
-            f"expected a multiple of {BLOCK_VALUES} for {TYPE_OF_FORMAT[format]}\n"
+            f"expected a multiple of {block_values(format)} for {TYPE_OF_FORMAT[format]}\n"
             "hint: ask for f32, or for bf16 from floating weights"
         )
 
