@@ -15,8 +15,8 @@ from .conftest import Records, read_all
 
 OPTIONS = ExpertConfig(policy="lru")
 USED = StepCounters(
-    requests=6, hits=4, misses=2, bytes_read=0, prefetch_bytes=0, stall_ns=3_000_000,
-    drive_busy_ns=4_000_000,
+    requests=6, hits=5, misses=1, lookahead_used=1, bytes_read=0, prefetch_bytes=0,
+    stall_ns=3_000_000, drive_busy_ns=4_000_000,
 )  # fmt: skip
 
 
@@ -64,7 +64,8 @@ def test_the_pace_gives_the_speed(records: Records, tmp_path: Path) -> None:
     history = record(records, tmp_path / "history.json", LEAST_TOKENS, 4)
     held, lost = forecast(records, history, 12), forecast(records, history, 6)
     assert held is not None and lost is not None
-    # Of 10 ms, 3 were stalls over two misses: 7 ms of computing, and 1.5 ms for each miss.
+    # Of 10 ms, 3 were stalls over two records, one of them read ahead: 7 ms of computing, and
+    # 1.5 ms for each miss.
     assert held.tokens_per_s(None) == pytest.approx(1 / 0.007)
     assert lost.tokens_per_s(None) == pytest.approx(1 / (0.007 + 6 * 0.0015))
     # A miss kept the drive busy for 2 ms, so computing hid half a millisecond of it.

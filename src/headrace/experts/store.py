@@ -123,6 +123,7 @@ class StepCounters(NamedTuple):
     lookahead_named: int = 0
     lookahead_wanted: int = 0
     lookahead_right: int = 0
+    lookahead_used: int = 0
     lookahead_unused: int = 0
     lookahead_used_ns: int = 0
     drive_bytes: tuple[int, ...] = ()
@@ -323,7 +324,9 @@ class ExpertStore:
         """
         if self._recorder is not None:
             step_ns = int(seconds * 1e9)
-            pace = Pace(tokens, used.misses, step_ns, used.stall_ns, used.drive_busy_ns)
+            # A replay knows no lookahead: what that read in time is a miss to it.
+            misses = used.misses + used.lookahead_used
+            pace = Pace(tokens, misses, step_ns, used.stall_ns, used.drive_busy_ns)
             self._recorder.pace(pace)
 
     def prefetch(self, layer: int, ids: Int32) -> None:

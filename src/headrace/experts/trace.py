@@ -44,6 +44,7 @@ class Pace(NamedTuple):
 
     tokens: int = 0
     misses: int = 0
+    """Records read for them, those read ahead included."""
     step_ns: int = 0
     """Wall time of the steps."""
     stall_ns: int = 0
