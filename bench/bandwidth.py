@@ -25,7 +25,7 @@ from statistics import median
 from headrace import LLM, EngineConfig, ExpertConfig, SamplingParams, _core
 from headrace.config import parse_bytes
 from headrace.llm import plan_model
-from machine import Rounds, Steal, describe
+from machine import Rounds, Steal, describe, with_slots_of
 
 PROMPT = "The quick brown fox jumps over the lazy dog."
 RATES = "100MB/s,200MB/s,400MB/s,800MB/s,own"
@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=0.0, help="seconds per read")
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--learn", type=int, default=128, help="tokens of each answer before")
+    parser.add_argument("--history", type=Path, help="kept there; learned only if it is missing")
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
     model = args.model.resolve()
@@ -62,10 +63,14 @@ def main() -> None:
     print(describe())
     with tempfile.TemporaryDirectory() as folder:
         experts = ExpertConfig(
-            readers=READERS, block_bytes=1 << 20, direct=True, history_path=Path(folder) / "history"
+            readers=READERS,
+            block_bytes=1 << 20,
+            direct=True,
+            history_path=args.history or Path(folder) / "history",
         )
-        config = EngineConfig(memory=args.memory, experts=experts)
-        for seed in range(LEARNING_RUNS):
+        config = with_slots_of(model, EngineConfig(memory=args.memory, experts=experts))
+        is_known = args.history is not None and args.history.exists()
+        for seed in range(0 if is_known else LEARNING_RUNS):
             with LLM(model, config) as llm:
                 llm.generate(PROMPT, SamplingParams(max_tokens=args.learn, seed=seed))
         columns = ("drive", 11), ("tok/s", 8), ("plan", 8), ("of plan", 9), ("MB/token", 10)
@@ -102,7 +107,7 @@ def measure(
     expected = plan.predicted_tokens_per_s(bytes_per_s) or math.nan
     per_token = plan.forecast.bytes_per_token if plan.forecast is not None else 0.0
     if bytes_per_s is not None:
-        _core.slow_drive(str(model), bytes_per_s=bytes_per_s, latency_s=latency_s)
+        _core.slow_drive(f"{model}/experts-", bytes_per_s=bytes_per_s, latency_s=latency_s)
     try:
         with steal, LLM(model, config) as llm:
             receipt = llm.generate(PROMPT, params).receipt

@@ -3,11 +3,17 @@
 import os
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
-from headrace import _core
+from headrace import EngineConfig, _core
+from headrace.llm import plan_model
 from headrace.machine import VOID_SHARE, Steal, processor_name
 
-__all__ = ["VOID_SHARE", "Rounds", "Steal", "describe"]
+__all__ = ["VOID_SHARE", "Rounds", "Steal", "describe", "with_slots_of"]
+
+LEFT_BEHIND_BYTES = 2 << 30
+"""More than all models that a process opens one after another leave in its memory."""
 
 
 def describe() -> str:
@@ -19,6 +25,17 @@ def describe() -> str:
         f"{processor_name()}, {os.cpu_count()} processors, "
         f"{_core.num_threads()} threads, {_core.isa()}, commit {commit or 'unknown'}"
     )
+
+
+def with_slots_of(model: Path, config: EngineConfig) -> EngineConfig:
+    """Fix the slots that a first model of the process would get.
+
+    What earlier models leave behind counts against the ceiling of later ones, which would get fewer
+    slots and read more.
+    """
+    assert config.memory != "auto"
+    slots = plan_model(model, config).num_slots
+    return replace(config, memory=config.memory + LEFT_BEHIND_BYTES, slots=slots)
 
 
 class Rounds:

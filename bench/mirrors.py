@@ -20,7 +20,7 @@ from statistics import median
 from headrace import LLM, EngineConfig, ExpertConfig, SamplingParams, _core
 from headrace.config import parse_bytes
 from headrace.llm import Completion
-from machine import Rounds, describe
+from machine import Rounds, describe, with_slots_of
 
 PROMPT = "The quick brown fox jumps over the lazy dog."
 READERS = 4
@@ -31,10 +31,11 @@ def answer(
 ) -> Completion:
     """Decode once from an empty store with these drives at these rates, the model's first."""
     for folder, bytes_per_s in zip((model, *drives), rates, strict=True):
-        _core.slow_drive(f"{folder}/", bytes_per_s=bytes_per_s)
+        _core.slow_drive(f"{folder}/experts-", bytes_per_s=bytes_per_s)
     experts = ExpertConfig(readers=READERS, block_bytes=1 << 20, history="off", drive=drives)
     try:
-        with LLM(model, EngineConfig(memory=memory, experts=experts)) as llm:
+        config = with_slots_of(model, EngineConfig(memory=memory, experts=experts))
+        with LLM(model, config) as llm:
             return llm.generate(PROMPT, SamplingParams(max_tokens=tokens, temperature=0.0))
     finally:
         _core.clear_slow_drives()
