@@ -76,32 +76,41 @@ def memory_bandwidth(llm: LLM) -> float:
     return float(median(speeds))
 
 
-def drive_bandwidth(model: Path) -> float:
-    """Bytes per second of direct reads of whole records, at random places, by plain threads.
+def drive_bandwidth(
+    model: Path,
+    readers: int = READERS,
+    probe_seconds: float = PROBE_SECONDS,
+    blocks: int = 1,
+) -> float:
+    """Bytes per second of direct reads of records, at random places, by plain threads.
 
     Not by the engine's readers, as `headrace bench disk` does it: a slow reader must not lower the
-    limit that its own runs are compared with.
+    limit that its own runs are compared with. A record is read whole, or in `blocks` equal parts by
+    several threads.
     """
     records = open_model(model)[1].records
     if records is None or records.repack is not None:
         raise SystemExit("the drive is measured on a container with experts")
     length = records.layout.record_bytes
     places = [(int(f), int(o)) for f, o in zip(records.file.flat, records.offset.flat, strict=True)]
+    step = -(-length // blocks // mmap.PAGESIZE) * mmap.PAGESIZE
     order = np.random.default_rng(time.time_ns()).permutation(len(places))
+    parts = [(index, start) for index in order for start in range(0, length, step)]
     handles = [os.open(file, os.O_RDONLY | os.O_DIRECT) for file in records.files]
-    counts = [0] * READERS
-    end = time.perf_counter() + PROBE_SECONDS
+    counts = [0] * readers
+    end = time.perf_counter() + probe_seconds
 
     def read(thread: int) -> None:
         buffer = mmap.mmap(-1, length)
-        for index in order[thread::READERS]:
+        for index, start in parts[thread::readers]:
             if time.perf_counter() > end:
                 return
             file, offset = places[index]
-            counts[thread] += os.preadv(handles[file], [buffer], offset)
+            view = memoryview(buffer)[: min(step, length - start)]
+            counts[thread] += os.preadv(handles[file], [view], offset + start)
 
     start = time.perf_counter()
-    threads = [threading.Thread(target=read, args=(i,)) for i in range(READERS)]
+    threads = [threading.Thread(target=read, args=(i,)) for i in range(readers)]
     for thread in threads:
         thread.start()
     for thread in threads:
