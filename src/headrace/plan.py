@@ -34,6 +34,9 @@ TOKENIZER_FACTOR = 10
 # What nobody counts: allocator slack, page tables of libraries, Python objects of a long answer.
 MARGIN_SHARE, MARGIN_BYTES = 0.02, 16 << 20
 THREAD_BYTES = 1 << 20  # touched stack, allocator arena
+# Scratch that a computing thread keeps for tiles: 384 KiB of packed rows, their scales and results.
+TILE_BYTES = 640 << 10
+PARTS_BYTES = 4 << 20  # most states of attention that pages hold before they are joined
 # `auto` leaves this much of what is available to everybody else.
 HEADROOM_SHARE, HEADROOM_BYTES = 0.1, 256 << 20
 DEFAULT_CONTEXT = 4096
@@ -343,7 +346,8 @@ def make_plan(
         num = config.sequences
         scored = min(chunk, logits_rows)
         return max(
-            work_bytes(sizes, num + chunk, num), work_bytes(sizes, num + scored, num + scored)
+            work_bytes(sizes, num + chunk, num, context),
+            work_bytes(sizes, num + scored, num + scored, context),
         )
 
     floor_bytes = _check_floor(sizes, config, ceiling_bytes, fixed, work(least_chunk), floor_slots)
@@ -458,7 +462,7 @@ def _fixed_parts(
         "dense_bytes": sizes.dense_bytes,
         "kv_bytes": num_pages(config, context) * PAGE_TOKENS * sizes.kv_bytes_per_token,
         "readers_bytes": num_readers * (THREAD_BYTES + _scratch_bytes(sizes, config))
-        + num_threads * THREAD_BYTES
+        + num_threads * (THREAD_BYTES + TILE_BYTES)
         + _policy_bytes(sizes),
     }
 
@@ -517,7 +521,7 @@ def _check_floor(
     )
 
 
-def work_bytes(sizes: ModelSizes, num_rows: int, num_logits_rows: int) -> int:
+def work_bytes(sizes: ModelSizes, num_rows: int, num_logits_rows: int, context: int) -> int:
     """Bytes of the buffers of one step, all layers using the same ones.
 
     The native pool keeps a buffer per size it was ever asked for at once and rounds sizes up by at
@@ -527,6 +531,7 @@ def work_bytes(sizes: ModelSizes, num_rows: int, num_logits_rows: int) -> int:
         sizes: of the model.
         num_rows: T, rows of the step.
         num_logits_rows: R, rows whose scores are wanted.
+        context: tokens that a row may see.
     """
     attention = 3 * sizes.q_size + 6 * sizes.kv_size
     active = sizes.num_experts_per_tok
@@ -535,7 +540,11 @@ def work_bytes(sizes: ModelSizes, num_rows: int, num_logits_rows: int) -> int:
     dense = 3 * sizes.intermediate_size
     per_row = 4 * (6 * sizes.hidden_size + max(attention, mixture, dense))
     scores = 3 * 4 * num_logits_rows * sizes.vocab_size  # logits, log-softmax, a copy
-    return int(1.25 * num_rows * per_row) + scores
+    # Pages of few rows are attended to one by one and joined: a state of each query for each page,
+    # its maximum and sum in a vector beside it, which at most doubles one of 8 dims or more.
+    states = 4 * 2 * num_rows * sizes.q_size * -(-context // PAGE_TOKENS)
+    parts = min(PARTS_BYTES, states)
+    return int(1.25 * (num_rows * per_row + parts)) + scores
 
 
 def _context(sizes: ModelSizes, config: EngineConfig) -> int:

@@ -90,7 +90,7 @@ def test_more_memory_never_means_fewer_slots_until_the_chunk_grows() -> None:
 
 def test_where_slots_hold_little_the_chunk_may_take_half() -> None:
     """Read once per chunk, a model of 3.8 GiB wants a large one more than a few slots of 1536."""
-    for memory in range(850, 1200, 50):
+    for memory in range(900, 1200, 50):
         made, least = plan(memory * MIB, context=512), plan(memory * MIB, context=512, chunk=16)
         assert made.chunk >= 128
         assert least.num_slots // 2 <= made.num_slots < least.num_slots
@@ -140,8 +140,23 @@ def test_measured_interpreter_replaces_the_estimate() -> None:
 
 
 def test_work_grows_with_rows() -> None:
-    assert work_bytes(BIG, 512, 1) > 4 * 512 * 8 * 2048 + 4 * 151936
-    assert work_bytes(BIG, 512, 1) > 3 * work_bytes(BIG, 128, 1) // 2
+    assert work_bytes(BIG, 512, 1, 4096) > 4 * 512 * 8 * 2048 + 4 * 151936
+    assert work_bytes(BIG, 512, 1, 4096) > 3 * work_bytes(BIG, 128, 1, 4096) // 2
+
+
+def test_states_of_attention_grow_with_the_context_up_to_their_most() -> None:
+    one, two, longest = (work_bytes(BIG, 1, 1, tokens) for tokens in (64, 128, 40960))
+    heads = BIG.q_size // 128
+    state_bytes = 4 * (128 + 16)  # an accumulator, and a vector for maximum and sum
+    assert two - one >= heads * state_bytes
+    assert 4 * MIB <= longest - one < 6 * MIB
+    assert work_bytes(BIG, 1, 1, 20480) == longest
+
+
+def test_a_computing_thread_has_room_for_tiles() -> None:
+    config = EngineConfig(memory=1536 * MIB)
+    few, more = (make_plan(BIG, config, 1536 * MIB, num_threads=n) for n in (2, 3))
+    assert more.readers_bytes - few.readers_bytes > MIB + 384 * 1024
 
 
 def test_predicted_speed_follows_from_bandwidth_and_hits() -> None:
