@@ -24,7 +24,6 @@ from machine import Rounds, describe, with_slots_of
 
 PROMPT = "The quick brown fox jumps over the lazy dog."
 MODES = "off", "auto"
-READERS = 4  # given, or a throttled drive would be measured and remembered as the machine's own
 
 
 def main() -> None:
@@ -54,16 +53,7 @@ def measure(model: Path, memory: int, num_tokens: int, num_pairs: int, rate: str
     configs = {
         mode: with_slots_of(
             model,
-            EngineConfig(
-                memory=memory,
-                experts=ExpertConfig(
-                    readers=READERS,
-                    block_bytes=1 << 20,
-                    direct=True,
-                    history="off",
-                    lookahead=mode,
-                ),
-            ),
+            EngineConfig(memory=memory, experts=ExpertConfig(history="off", lookahead=mode)),
         )
         for mode in MODES
     }
