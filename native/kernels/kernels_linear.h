@@ -78,15 +78,8 @@ void quantised_tile(const LinearArgs& a, int32_t block, int32_t row) {
   const float* sx[R];
   const int32_t* sums[R];
   Floats acc[R];
-  unroll<R>([&](auto r) {
-    const int64_t from = in_row(a, row + r);
-    x[r] = a.codes + from * a.num_groups * group;
-    sx[r] = a.scales + from * a.num_groups;
-    sums[r] = a.sums + from * a.num_groups;
-    acc[r] = splat(0.0f);
-  });
-  const unsigned char* p =
-      reinterpret_cast<const unsigned char*>(a.weights) + int64_t{block} * a.block_bytes;
+  start_rows(a, row, group, x, sx, sums, acc);
+  const unsigned char* p = block_start(a, block);
   constexpr int kVectors = group / 4 / F::kCodesPerByte;
   for (int32_t g = 0; g < a.num_groups; ++g) {
     Ints dot[R];
@@ -110,11 +103,7 @@ void quantised_tile(const LinearArgs& a, int32_t block, int32_t row) {
       x[r] += group;
     });
     if constexpr (F::kHasMinimum) {
-      const Floats mw = load_f32(p + kVectors * 64 + 64);
-      unroll<R>([&](auto r) {
-        const Floats sum = splat(static_cast<float>(sums[r][g]));
-        acc[r] = fma(sum, mul(splat(sx[r][g]), mw), acc[r]);
-      });
+      add_minimums(acc, sums, sx, g, load_f32(p + kVectors * 64 + 64));
     }
     p += kVectors * 64 + F::kScaleBytes;
   }

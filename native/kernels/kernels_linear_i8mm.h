@@ -6,6 +6,8 @@
 #include <cstdint>
 
 #include "kernels/kernel_table.h"
+#include "kernels/linear_rows.h"
+#include "kernels/unroll.h"
 
 namespace headrace::HEADRACE_ISA {
 
@@ -66,6 +68,17 @@ Ints row_sums(const PairSums& sums) {
           join(sums.v[6], sums.v[7])};
 }
 
+// Adds what P pairs of rows have of group g.
+template <int P>
+[[gnu::always_inline]] inline void add_pairs(Floats (&acc)[2 * P], const PairSums (&dot)[P],
+                                             const float* (&sx)[2 * P], int32_t g, Floats sw) {
+  unroll<P>([&](auto i) __attribute__((always_inline)) {
+    acc[2 * i] = fma(to_float(row_sums<0>(dot[i])), mul(splat(sx[2 * i][g]), sw), acc[2 * i]);
+    acc[2 * i + 1] =
+        fma(to_float(row_sums<1>(dot[i])), mul(splat(sx[2 * i + 1][g]), sw), acc[2 * i + 1]);
+  });
+}
+
 // P pairs of rows. Two are 16 registers of sums beside 8 of weights, and the file has 32.
 template <class F, int group, int P>
 void pair_tile(const LinearArgs& a, int32_t block, int32_t row) {
@@ -73,15 +86,8 @@ void pair_tile(const LinearArgs& a, int32_t block, int32_t row) {
   const float* sx[2 * P];
   const int32_t* sums[2 * P];
   Floats acc[2 * P];
-  for (int r = 0; r < 2 * P; ++r) {
-    const int64_t from = in_row(a, row + r);
-    x[r] = a.codes + from * a.num_groups * group;
-    sx[r] = a.scales + from * a.num_groups;
-    sums[r] = a.sums + from * a.num_groups;
-    acc[r] = splat(0.0f);
-  }
-  const unsigned char* p =
-      reinterpret_cast<const unsigned char*>(a.weights) + int64_t{block} * a.block_bytes;
+  start_rows(a, row, group, x, sx, sums, acc);
+  const unsigned char* p = block_start(a, block);
   constexpr int kCodeBytes = group * kBlockOutputs / F::kCodesPerByte;
   for (int32_t g = 0; g < a.num_groups; ++g) {
     PairSums dot[P];
@@ -95,18 +101,9 @@ void pair_tile(const LinearArgs& a, int32_t block, int32_t row) {
         pair_dot(dot[i], w, x[2 * i] + step * 8, x[2 * i + 1] + step * 8);
       }
     }
-    const Floats sw = F::scales(p + kCodeBytes);
-    for (int i = 0; i < P; ++i) {
-      acc[2 * i] = fma(to_float(row_sums<0>(dot[i])), mul(splat(sx[2 * i][g]), sw), acc[2 * i]);
-      acc[2 * i + 1] =
-          fma(to_float(row_sums<1>(dot[i])), mul(splat(sx[2 * i + 1][g]), sw), acc[2 * i + 1]);
-    }
+    add_pairs(acc, dot, sx, g, F::scales(p + kCodeBytes));
     if constexpr (F::kHasMinimum) {
-      const Floats mw = load_f32(p + kCodeBytes + 64);
-      for (int r = 0; r < 2 * P; ++r) {
-        const Floats sum = splat(static_cast<float>(sums[r][g]));
-        acc[r] = fma(sum, mul(splat(sx[r][g]), mw), acc[r]);
-      }
+      add_minimums(acc, sums, sx, g, load_f32(p + kCodeBytes + 64));
     }
     for (int r = 0; r < 2 * P; ++r) x[r] += group;
     p += kCodeBytes + F::kScaleBytes;
@@ -152,15 +149,8 @@ void super_pair_tile(const LinearArgs& a, int32_t block, int32_t row) {
   const float* sx[2 * P];
   const int32_t* sums[2 * P];
   Floats acc[2 * P];
-  for (int r = 0; r < 2 * P; ++r) {
-    const int64_t from = in_row(a, row + r);
-    x[r] = a.codes + from * a.num_groups * kGroup;
-    sx[r] = a.scales + from * a.num_groups;
-    sums[r] = a.sums + from * a.num_groups;
-    acc[r] = splat(0.0f);
-  }
-  const unsigned char* p =
-      reinterpret_cast<const unsigned char*>(a.weights) + int64_t{block} * a.block_bytes;
+  start_rows(a, row, kGroup, x, sx, sums, acc);
+  const unsigned char* p = block_start(a, block);
   for (int32_t first = 0; first < a.num_groups; first += S::kLayout.groups) {
     const SuperScales<S> numbers(p);
     const int32_t left = a.num_groups - first;
@@ -183,18 +173,9 @@ void super_pair_tile(const LinearArgs& a, int32_t block, int32_t row) {
               zip(planes.template codes<kVector>(), planes.template codes<kVector + 1>());
           for (int i = 0; i < P; ++i) pair_dot(dot[i], w, x[2 * i] + j * 8, x[2 * i + 1] + j * 8);
         });
-        const Floats sw = numbers.scales(in_super);
-        for (int i = 0; i < P; ++i) {
-          acc[2 * i] = fma(to_float(row_sums<0>(dot[i])), mul(splat(sx[2 * i][g]), sw), acc[2 * i]);
-          acc[2 * i + 1] =
-              fma(to_float(row_sums<1>(dot[i])), mul(splat(sx[2 * i + 1][g]), sw), acc[2 * i + 1]);
-        }
+        add_pairs(acc, dot, sx, g, numbers.scales(in_super));
         if constexpr (S::kPlanes.has_minimum) {
-          const Floats mw = numbers.minimums(in_super);
-          for (int r = 0; r < 2 * P; ++r) {
-            const Floats sum = splat(static_cast<float>(sums[r][g]));
-            acc[r] = fma(sum, mul(splat(sx[r][g]), mw), acc[r]);
-          }
+          add_minimums(acc, sums, sx, g, numbers.minimums(in_super));
         }
         for (int r = 0; r < 2 * P; ++r) x[r] += kGroup;
       });

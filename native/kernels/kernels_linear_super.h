@@ -89,15 +89,8 @@ void super_tile(const LinearArgs& a, int32_t block, int32_t row) {
   const float* sx[R];
   const int32_t* sums[R];
   Floats acc[R];
-  unroll<R>([&](auto r) {
-    const int64_t from = in_row(a, row + r);
-    x[r] = a.codes + from * a.num_groups * kGroup;
-    sx[r] = a.scales + from * a.num_groups;
-    sums[r] = a.sums + from * a.num_groups;
-    acc[r] = splat(0.0f);
-  });
-  const unsigned char* p =
-      reinterpret_cast<const unsigned char*>(a.weights) + int64_t{block} * a.block_bytes;
+  start_rows(a, row, kGroup, x, sx, sums, acc);
+  const unsigned char* p = block_start(a, block);
   for (int32_t first = 0; first < a.num_groups; first += S::kLayout.groups) {
     const SuperScales<S> numbers(p);
     const int32_t left = a.num_groups - first;
@@ -125,11 +118,7 @@ void super_tile(const LinearArgs& a, int32_t block, int32_t row) {
           x[r] += kGroup;
         });
         if constexpr (S::kPlanes.has_minimum) {
-          const Floats mw = numbers.minimums(in_super);
-          unroll<R>([&](auto r) __attribute__((always_inline)) {
-            const Floats sum = splat(static_cast<float>(sums[r][g]));
-            acc[r] = fma(sum, mul(splat(sx[r][g]), mw), acc[r]);
-          });
+          add_minimums(acc, sums, sx, g, numbers.minimums(in_super));
         }
       });
     }

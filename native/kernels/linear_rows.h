@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "kernels/kernel_table.h"
+#include "kernels/unroll.h"
 
 namespace headrace::HEADRACE_ISA {
 
@@ -18,6 +19,35 @@ inline void store_outputs(const LinearArgs& a, int32_t block, int32_t row, Float
   } else {
     store_part(out, acc, left);
   }
+}
+
+// Where the packed weights of a block begin.
+inline const unsigned char* block_start(const LinearArgs& a, int32_t block) {
+  return reinterpret_cast<const unsigned char*>(a.weights) + int64_t{block} * a.block_bytes;
+}
+
+// Inputs of R quantised rows from `row` on, and what their products add to.
+template <int R>
+[[gnu::always_inline]] inline void start_rows(const LinearArgs& a, int32_t row, int32_t group,
+                                              const int8_t* (&x)[R], const float* (&sx)[R],
+                                              const int32_t* (&sums)[R], Floats (&acc)[R]) {
+  unroll<R>([&](auto r) __attribute__((always_inline)) {
+    const int64_t from = in_row(a, row + r);
+    x[r] = a.codes + from * a.num_groups * group;
+    sx[r] = a.scales + from * a.num_groups;
+    sums[r] = a.sums + from * a.num_groups;
+    acc[r] = splat(0.0f);
+  });
+}
+
+// Adds the minimums of group g to R rows: each weighs the sum of the row's inputs.
+template <int R>
+[[gnu::always_inline]] inline void add_minimums(Floats (&acc)[R], const int32_t* (&sums)[R],
+                                                const float* (&sx)[R], int32_t g, Floats mw) {
+  unroll<R>([&](auto r) __attribute__((always_inline)) {
+    const Floats sum = splat(static_cast<float>(sums[r][g]));
+    acc[r] = fma(sum, mul(splat(sx[r][g]), mw), acc[r]);
+  });
 }
 
 }  // namespace headrace::HEADRACE_ISA
