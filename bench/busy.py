@@ -25,16 +25,15 @@ from headrace import LLM, EngineConfig, ExpertConfig, SamplingParams
 from headrace.config import parse_bytes
 from headrace.plan import MemoryPlan
 from headrace.profile import PhaseProfile
-from machine import Steal, describe
+from machine import Rounds, Steal, describe
 from run import drive_bandwidth
 
-MOST_STEAL = 0.05
 READERS = (2, 4)
 PROBE_SECONDS = 0.3
 SHORT_PROMPT = 8
 
 
-class Rounds:
+class Shares:
     """The shares of one phase over the rounds that count."""
 
     def __init__(self, phase: str) -> None:
@@ -42,21 +41,20 @@ class Rounds:
         self.drive: list[float] = []
         self.computing: list[float] = []
 
-    def add(self, sums: PhaseProfile, before: float, after: float, steal: float) -> None:
+    def add(self, sums: PhaseProfile, before: float, after: float, steal: Steal) -> None:
         """Count a phase's sums, unless the host stole too much of it, and print them."""
         limit = (before + after) / 2
         drive = sums.bytes_read / sums.wall_s / limit
         computing = sums.compute_utilisation
-        is_void = steal > MOST_STEAL
         print(
             f"  {self.phase:<8}{1e3 * sums.wall_s / sums.num_steps:9.1f} ms per step, "
             f"{sums.hits / sums.requests:4.0%} hit, {sums.bytes_read / 1e6:6.0f} MB, "
             f"drive {drive:4.0%} of {before / 1e9:.2f} {after / 1e9:.2f} GB/s, computing "
-            f"{computing:4.0%}, reads in flight {sums.drive_utilisation:4.0%}   steal {steal:.1%}"
-            + (" VOID" if is_void else ""),
+            f"{computing:4.0%}, reads in flight {sums.drive_utilisation:4.0%}   "
+            + Rounds.verdict(steal),
             flush=True,
         )
-        if not is_void:
+        if not steal.is_void:
             self.drive.append(drive)
             self.computing.append(computing)
 
@@ -96,7 +94,7 @@ def measure(args: argparse.Namespace, memory: str) -> None:
         memory=parse_bytes(memory), context=context, experts=experts, profile=True
     )
     rng = np.random.default_rng(args.seed)
-    phases = [(Rounds("prefill"), args.prompt, 1), (Rounds("decode"), SHORT_PROMPT, args.tokens)]
+    phases = [(Shares("prefill"), args.prompt, 1), (Shares("decode"), SHORT_PROMPT, args.tokens)]
     with LLM(args.model, config) as llm:
         plan = llm.plan
         print(
@@ -106,15 +104,15 @@ def measure(args: argparse.Namespace, memory: str) -> None:
         )
         measured(llm, rng.integers(0, llm.spec.vocab_size, SHORT_PROMPT).tolist(), args.warm)
         for _ in range(args.repeat):
-            for rounds, length, tokens in phases:
+            for shares, length, tokens in phases:
                 prompt = rng.integers(0, llm.spec.vocab_size, length).tolist()
                 before = best_bandwidth(args.model, plan)
                 with Steal() as steal:
                     sums = measured(llm, prompt, tokens)
                 after = best_bandwidth(args.model, plan)
-                rounds.add(sums, before, after, steal.share)
-    for rounds, _, _ in phases:
-        print(rounds.line())
+                shares.add(sums, before, after, steal)
+    for shares, _, _ in phases:
+        print(shares.line())
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from headrace import _core
 from headrace.checkpoint import HuggingFaceCheckpoint, open_checkpoint
 from headrace.checkpoint.records import EXPERT_ROLES, RecordTable
 from headrace.config import ExpertConfig
+from headrace.convert.source import read_records
 from headrace.errors import CheckpointError, ExpertReadError, UnsupportedModelError
 from headrace.experts import ExpertStore
 from headrace.models.registry import expert_names, load_spec
@@ -80,11 +81,8 @@ def _records(table: RecordTable) -> dict[tuple[int, int], np.ndarray]:
     found = {}
     with ExpertStore(table, num_slots=2, readers=ExpertConfig()) as store:
         for layer in table.layers:
-            with store.acquire(layer, np.arange(EXPERTS, dtype=np.int32)[None]) as lease:
-                while ready := lease.next_ready():
-                    for i in ready:
-                        found[layer, i] = np.array(lease.data(i))
-                        lease.done(i)
+            for i, record in enumerate(read_records(store, layer)):
+                found[layer, i] = record.copy()
     return found
 
 
@@ -248,11 +246,8 @@ def test_tensors_that_lie_together_are_read_together(
         readers = ExpertConfig(block_bytes=block_bytes)
         with ExpertStore(table, num_slots=8, readers=readers) as store:
             for layer in table.layers:
-                with store.acquire(layer, np.arange(EXPERTS, dtype=np.int32)[None]) as lease:
-                    while ready := lease.next_ready():
-                        for i in ready:
-                            records[name, layer, i] = np.array(lease.data(i))
-                            lease.done(i)
+                for i, record in enumerate(read_records(store, layer)):
+                    records[name, layer, i] = record.copy()
             read[name] = store.stats().bytes_read
     own = sum(int(table.length[i, e].sum()) for i in range(LAYERS) for e in range(EXPERTS))
     factors = 4096 if case == "nvfp4" else 0  # they lie between the others

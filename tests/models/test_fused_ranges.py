@@ -1,12 +1,15 @@
-"""Experts fused over a layer: gpt-oss' MXFP4, and values that stand transposed."""
+"""Experts fused over a layer: gpt-oss' MXFP4, and values that stand transposed.
+
+No architecture here has such files yet; the source is tested by itself.
+"""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from checkpoint_helpers import NAMES
 from coded_models import EXPERTS, LAYERS, Change
 from safetensors_files import Tensors, write_safetensors
 from stored_codes import E2M1
@@ -15,22 +18,13 @@ from headrace import _core
 from headrace.checkpoint import HuggingFaceCheckpoint
 from headrace.checkpoint.records import EXPERT_ROLES
 from headrace.config import ExpertConfig
+from headrace.convert.source import read_records
 from headrace.errors import CheckpointError, ExpertReadError, UnsupportedModelError
 from headrace.experts import ExpertStore
 from headrace.experts.repack import measure_repack
 
 HIDDEN, INNER = 96, 64
 Values = dict[tuple[int, int, str], np.ndarray]
-
-
-@dataclass(frozen=True)
-class Names:
-    """No architecture here has such files yet; the source is tested by itself."""
-
-    pattern: str = "model.layers.{layer}.mlp.experts.{expert}.{proj}.weight"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
 
 
 def _mxfp4(rng: np.random.Generator, rows: int, cols: int) -> tuple[np.ndarray, ...]:
@@ -83,7 +77,7 @@ def _write(
     if case == "mxfp4":
         config["quantization_config"] = {"quant_method": "mxfp4"}
     (folder / "config.json").write_text(json.dumps(config | settings))
-    return HuggingFaceCheckpoint(folder, Names()), values
+    return HuggingFaceCheckpoint(folder, NAMES), values
 
 
 CASES = ("mxfp4", "halves", "columns")
@@ -105,18 +99,14 @@ def test_records_hold_the_values(case: str, block_bytes: int, tmp_path: Path) ->
     readers = ExpertConfig(block_bytes=block_bytes)
     with ExpertStore(table, num_slots=2, readers=readers) as store:
         for layer in table.layers:
-            with store.acquire(layer, np.arange(EXPERTS, dtype=np.int32)[None]) as lease:
-                while ready := lease.next_ready():
-                    for i in ready:
-                        record = np.array(lease.data(i))
-                        for role, m in zip(EXPERT_ROLES, table.layout.matrices, strict=True):
-                            aligned = _core.aligned_empty(m.nbytes)
-                            aligned[:] = record[m.offset : m.offset + m.nbytes]
-                            matrix = _core.Matrix(aligned, m.format, m.rows, m.cols, m.group)
-                            expected = values[layer, i, role]
-                            np.testing.assert_array_equal(_core.unpack(matrix), expected)
-                            seen += 1
-                        lease.done(i)
+            for i, record in enumerate(read_records(store, layer)):
+                for role, m in zip(EXPERT_ROLES, table.layout.matrices, strict=True):
+                    aligned = _core.aligned_empty(m.nbytes)
+                    aligned[:] = record[m.offset : m.offset + m.nbytes]
+                    matrix = _core.Matrix(aligned, m.format, m.rows, m.cols, m.group)
+                    expected = values[layer, i, role]
+                    np.testing.assert_array_equal(_core.unpack(matrix), expected)
+                    seen += 1
     assert seen == 3 * LAYERS * EXPERTS
     rate = measure_repack(table)
     assert rate is not None
