@@ -78,6 +78,7 @@ ExpertStore::ExpertStore(RecordTable table, const Options& options)
   is_touched_.assign(slots_.size(), false);
   routed_counts_.assign(num_records, 0);
   was_read_.assign(num_records, false);
+  is_bad_.assign(num_records, false);
   for (int32_t slot = options.num_slots; slot-- > 0;) free_.push_back(slot);
   for (size_t row = 0; row < table_.layers.size(); ++row) {
     const size_t layer = at(table_.layers[row]);
@@ -199,6 +200,7 @@ bool ExpertStore::hold_locked(Lease::Item& item) {
   }
   if (held.state == SlotState::Loading) {
     ++stats_.joined;
+    held.load->join();
     readers_->raise(Load::jobs(held.load));
   }
   return true;
@@ -503,15 +505,31 @@ bool ExpertStore::withdraw_locked(const Slot& slot) {
 // slot. False if there is none left.
 bool ExpertStore::read_elsewhere_locked(const Load& load) {
   if (is_closed_) return false;
-  const int32_t record = load.record();
-  Slot& slot = slots_[at(load.slot())];
-  const io::Priority priority = slot.pins > 0 ? io::Priority::Demand : load.priority();
   const std::vector<RecordShare> shares =
-      readers_->divide(record, priority, load.tried(), load.is_doubtful());
+      readers_->divide(load.record(), urgency_locked(load), load.tried(), load.is_doubtful());
   if (shares.empty()) return false;
-  slot.load = std::make_shared<Load>(*this, record, load.slot(), load.priority(), shares, &load);
-  submit_locked(slot.load, priority);
+  read_on_locked(load, shares, &load);
   return true;
+}
+
+// No place gave the record, but a lease came to want it after its read had begun, perhaps as advice
+// and before the drive recovered: reads it once more, for that lease. False if none waits for it.
+bool ExpertStore::read_again_locked(const Load& load) {
+  if (is_closed_ || !load.is_joined() || slots_[at(load.slot())].pins == 0) return false;
+  read_on_locked(load, readers_->divide(load.record(), io::Priority::Demand, 0, false), nullptr);
+  return true;
+}
+
+void ExpertStore::read_on_locked(const Load& load, std::span<const RecordShare> shares,
+                                 const Load* before) {
+  const io::Priority priority = urgency_locked(load);
+  std::shared_ptr<Load>& next = slots_[at(load.slot())].load;
+  next = std::make_shared<Load>(*this, load.record(), load.slot(), load.priority(), shares, before);
+  submit_locked(next, priority);
+}
+
+io::Priority ExpertStore::urgency_locked(const Load& load) const {
+  return slots_[at(load.slot())].pins > 0 ? io::Priority::Demand : load.priority();
 }
 
 // Notes which places failed the load, so that copies there are not asked again.
@@ -543,15 +561,19 @@ void ExpertStore::loaded(Load& load, std::string error, int64_t bytes_read) {
   const bool is_read_elsewhere = !error.empty() && read_elsewhere_locked(load);
   if (!is_closed_) blame_locked(load, error.empty() || is_read_elsewhere);
   if (is_read_elsewhere) return;
+  if (!error.empty()) {
+    ++stats_.failed_reads;
+    if (read_again_locked(load)) return;
+  }
   Slot& slot = slots_[at(load.slot())];
   slot.load.reset();
   if (load.priority() == io::Priority::Advice) std::erase(advised_, load.slot());
+  is_bad_[at(load.record())] = !error.empty();
   if (error.empty()) {
     slot.state = SlotState::Ready;
     count_bytes_locked(load.record(), load.priority(), bytes_read);
     if (is_candidate(slot)) policy_->insert(load.record());
   } else {
-    ++stats_.failed_reads;
     fail_leases_locked(load.slot(), error);
     free_slot_locked(load.slot());  // not cached: the next acquire tries again
   }
@@ -607,7 +629,7 @@ void ExpertStore::pump_advice_locked() {
     std::deque<int32_t>& queue = is_prefetch ? prefetch_ : warm_;
     const int32_t record = queue.front();
     queue.pop_front();
-    if (slot_of_[at(record)] >= 0) continue;
+    if (slot_of_[at(record)] >= 0 || is_bad_[at(record)]) continue;
     const int32_t slot = slot_for_advice_locked(record, is_prefetch);
     if (slot >= 0) {
       start_load_locked(record, slot, io::Priority::Advice);
@@ -648,7 +670,7 @@ void ExpertStore::look_ahead(int32_t layer, std::span<const int32_t> ids, int32_
   const int32_t most = most_staged_locked(num_tokens);
   for (const int32_t id : lookahead_.name(row, ids, num_tokens)) {
     const int32_t record = record_of(row, id);
-    if (slot_of_[at(record)] >= 0) continue;
+    if (slot_of_[at(record)] >= 0 || is_bad_[at(record)]) continue;
     const int32_t slot = staging_slot_locked(row, most);
     if (slot < 0) return;
     slots_[at(slot)].is_staged = true;

@@ -116,7 +116,7 @@ struct Stats {
   int64_t bytes_read = 0;      // for misses; bytes_read == misses * record_bytes for packed records
   int64_t prefetch_bytes = 0;  // for prefetch and warm
   int64_t reread_bytes = 0;    // part of the two above: records that had been read before
-  int64_t failed_reads = 0;    // records; their bytes count nowhere
+  int64_t failed_reads = 0;    // of records, advised ones too; their bytes count nowhere
   int64_t failed_copies = 0;   // records read elsewhere because a place had no good copy
   int64_t cancelled = 0;       // requests withdrawn because their lease ended before the read began
   int64_t stolen = 0;    // records a lease lost before it used them, so that another could go on
@@ -278,6 +278,9 @@ class ExpertStore final : public RecordSource, public std::enable_shared_from_th
   bool share_ended(Load& load, DriveJob& share);
   void loaded(Load& load, std::string error, int64_t bytes_read);
   bool read_elsewhere_locked(const Load& load);
+  bool read_again_locked(const Load& load);
+  void read_on_locked(const Load& load, std::span<const RecordShare> shares, const Load* before);
+  io::Priority urgency_locked(const Load& load) const;
 
   void route_locked(const Visit& visit);
   bool hold_locked(Lease::Item& item);
@@ -339,6 +342,7 @@ class ExpertStore final : public RecordSource, public std::enable_shared_from_th
   std::unique_ptr<TraceBuffer> trace_;  // none unless somebody wants a trace
   std::vector<int64_t> routed_counts_;
   std::vector<bool> was_read_;
+  std::vector<bool> is_bad_;  // by record: its last read failed, so advice leaves it to a demand
   std::vector<int32_t> scratch_;  // tokens per expert in acquire
   int64_t num_routed_tokens_ = 0;
   bool is_closed_ = false;    // nothing is ordered any more

@@ -126,6 +126,7 @@ ExpertStore::Load::Load(ExpertStore& store, int32_t record, int32_t slot, io::Pr
   if (before == nullptr) return;
   tried_ = before->tried_;
   doubts_ = before->doubts_;
+  is_joined_ = before->is_joined_;
 }
 
 Drives::Jobs ExpertStore::Load::jobs(const std::shared_ptr<Load>& load) {

@@ -47,6 +47,11 @@ class ExpertStore::Load {
   // Bytes of several places came and do not fit the checksum: read it whole, and they can be told.
   bool is_doubtful() const { return !doubts_.empty(); }
 
+  // Under the store's mutex. Somebody came to want the record after this read, or the one it goes
+  // on for, had begun: what struck it by then is not his affair.
+  void join() { is_joined_ = true; }
+  bool is_joined() const { return is_joined_; }
+
  private:
   // The blocks of one share: a job for its drive.
   class Share;
@@ -93,6 +98,7 @@ class ExpertStore::Load {
   Drives::Places tried_ = 0;
   std::vector<Failure> failures_;
   std::vector<Doubt> doubts_;
+  bool is_joined_ = false;
   // First value that could not be taken, all of the record's tensors taken as one run of values,
   // whichever thread saw it; read after the last block.
   std::atomic<int64_t> first_bad_{INT64_MAX};

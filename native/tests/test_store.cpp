@@ -119,6 +119,7 @@ void stress(bool has_faults) {
             fault::inject({kKinds[pick(4)], pick(4), 1, "layer", -1});
           }
           if (pick(4) == 0) store->prefetch(kLayers[static_cast<size_t>(pick(2))], ids);
+          if (pick(4) == 0) store->look_ahead(kLayers[static_cast<size_t>(pick(2))], ids, 1);
           if (pick(20) == 0) {
             const std::pair<int32_t, int32_t> warm[] = {{0, pick(kExperts)}, {3, pick(kExperts)}};
             store->warm(warm);

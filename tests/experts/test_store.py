@@ -337,6 +337,65 @@ def test_one_bad_record_ends_only_the_lease_that_needs_it(records: Records, faul
         store.debug_check()
 
 
+@pytest.mark.parametrize("begun_by", ["warm", "prefetch", "lookahead", "lease"])
+@pytest.mark.parametrize("is_over", [True, False])
+def test_who_joins_a_read_that_fails_has_it_read_again(
+    records: Records, faults: Inject, begun_by: str, is_over: bool
+) -> None:
+    """A fault of before the demand is none of its affair; one that lasts is told once."""
+
+    def begin(store: ExpertStore) -> None:
+        if begun_by == "warm":
+            store.warm([(5, 3)])
+        elif begun_by == "prefetch":
+            store.prefetch(5, np.array([3], np.int32))
+        elif begun_by == "lookahead":
+            store.look_ahead(5, np.array([[3]], np.int32))
+        else:
+            with store.acquire(5, np.array([[3]], np.int32)):
+                wait_until(lambda: store.stats().reads_in_flight_max > 0)
+
+    offset = int(records.table.offset[2, 3, 0])
+    num_joined = 0
+    while num_joined == 0:  # a slow test machine may come too late to join
+        _core.clear_faults()
+        faults("delay", count=-1)
+        with records.open(num_slots=16, readers=1) as store:
+            faults("eio", count=1 if is_over else -1, offset=offset, path_contains="experts-005")
+            begin(store)
+            with store.acquire(5, np.array([[3]], np.int32)) as lease:
+                num_joined = store.stats().joined
+                if is_over:
+                    assert lease.next_ready() == [0]
+                    records.check(5, 3, lease.data(0))
+                else:
+                    with pytest.raises(ExpertReadError, match="layer 5, expert 3"):
+                        lease.next_ready()
+            store.debug_check()
+            if num_joined > 0:
+                assert store.stats().failed_reads == (1 if is_over else 2)
+            _core.clear_faults()
+            records.check(5, 3, read_all(store, 5, [3])[3])
+            store.debug_check()
+
+
+def test_advice_leaves_a_bad_record_to_a_demand(records: Records, faults: Inject) -> None:
+    """It is not read in vain time and again, and no error reaches who does not ask for it."""
+    with records.open(num_slots=16) as store:
+        faults("eio", count=-1, offset=int(records.table.offset[2, 3, 0]))
+        store.look_ahead(5, np.array([[3]], np.int32))
+        wait_until(lambda: store.stats().failed_reads == 1)
+        for _ in range(5):
+            store.look_ahead(5, np.array([[3, 6]], np.int32))
+            store.prefetch(5, np.array([3], np.int32))
+            store.warm([(5, 3)])
+            records.check(5, 6, read_all(store, 5, [6])[6])
+        assert store.stats().failed_reads == 1
+        _core.clear_faults()
+        records.check(5, 3, read_all(store, 5, [3])[3])
+        store.debug_check()
+
+
 def test_random_faults_leak_no_slot(records: Records, faults: Inject) -> None:
     rng = np.random.default_rng(11)
     num_failed = 0

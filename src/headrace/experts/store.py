@@ -66,7 +66,8 @@ class StoreStats:
     failed_copies: int
     """Records that could not be read, or were damaged, at one of their places; read elsewhere."""
     failed_reads: int
-    """Records whose read or checksum failed; their bytes count nowhere."""
+    """Reads of records that failed or gave a wrong checksum, advised ones too; their bytes count
+    nowhere."""
     cancelled: int
     """Requests withdrawn because their lease ended before the read began."""
     stolen: int
