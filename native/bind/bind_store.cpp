@@ -176,17 +176,25 @@ class CodedRowPacker final : public store::RowPacker {
 // Rows of a tensor of gate and up; the gate's place is given, up's is told by the layout.
 class GateUpRowPacker final : public store::RowPacker {
  public:
-  GateUpRowPacker(const CodedTensor& tensor, GateUp split, const ExpertLayout& layout)
-      : tensor_(tensor), split_(split), step_(layout.up.offset - layout.gate.offset) {}
+  GateUpRowPacker(const CodedTensor& tensor, GateUp split, int32_t row_values,
+                  const ExpertLayout& layout)
+      : tensor_(tensor),
+        split_(split),
+        row_values_(row_values),
+        step_(layout.up.offset - layout.gate.offset) {}
   int64_t pack(const std::byte* source, float factor, const ExpertMatrix& matrix, int32_t first,
                int32_t count, std::byte* dest) const override {
     return place_gate_up(source, tensor_, split_, factor, matrix, first, count, dest, dest + step_);
   }
   Complaint complaint() const override { return CodedRowPacker(tensor_).complaint(); }
+  int32_t matrix_at(int32_t gate, int64_t index) const override {
+    return gate + gate_up_at(split_, row_values_, index);
+  }
 
  private:
   CodedTensor tensor_;
   GateUp split_;
+  int32_t row_values_;
   int64_t step_;
 };
 
@@ -294,7 +302,7 @@ store::RowSource gate_up_source(const CodedTensor& tensor, int32_t number,
           rows.row_values,
           rows.granule,
           1,
-          std::make_shared<GateUpRowPacker>(tensor, split, layout)};
+          std::make_shared<GateUpRowPacker>(tensor, split, rows.row_values, layout)};
 }
 
 // Every layer's matrices consist of the same tensors.

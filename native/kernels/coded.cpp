@@ -652,6 +652,18 @@ CodedRows gate_up_rows(const CodedTensor& tensor, GateUp split, const ExpertMatr
   return {one.rows, 2 * one.row_bytes, 2 * one.row_values, one.granule};
 }
 
+int32_t gate_up_at(GateUp split, int32_t row_values, int64_t index) {
+  switch (split) {
+    case GateUp::RowsAlternate:
+      return static_cast<int32_t>(index / row_values % 2);
+    case GateUp::HalvesOfRow:
+      return index % row_values < row_values / 2 ? 0 : 1;
+    case GateUp::ColumnsAlternate:
+      return static_cast<int32_t>(index % row_values % 2);
+  }
+  return 0;
+}
+
 int64_t place_gate_up(const std::byte* source, const CodedTensor& tensor, GateUp split,
                       float factor, const ExpertMatrix& matrix, int32_t first, int32_t count,
                       std::byte* gate, std::byte* up) {

@@ -75,6 +75,8 @@ int64_t place_coded(const std::byte* source, const CodedTensor& tensor, float fa
 
 // The same for a tensor of gate and up, whose matrices are alike. The index of a bad value and the
 // rows, `first` and `count`, are the tensor's own.
+// Which of them holds the value at a row-major index of the tensor: 0 gate, 1 up.
+int32_t gate_up_at(GateUp split, int32_t row_values, int64_t index);
 CodedRows gate_up_rows(const CodedTensor& tensor, GateUp split, const ExpertMatrix& matrix);
 int64_t place_gate_up(const std::byte* source, const CodedTensor& tensor, GateUp split,
                       float factor, const ExpertMatrix& matrix, int32_t first, int32_t count,

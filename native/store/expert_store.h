@@ -50,11 +50,14 @@ class RowPacker {
   virtual int64_t pack(const std::byte* source, float factor, const ExpertMatrix& matrix,
                        int32_t first, int32_t count, std::byte* dest) const = 0;
   virtual Complaint complaint() const = 0;
+  // Which of the tensor's matrices holds the value at a row-major index of the whole tensor:
+  // `matrix`, the one it is named for, unless two share it.
+  virtual int32_t matrix_at(int32_t matrix, int64_t /*index*/) const { return matrix; }
 };
 
 // A tensor of one of a record's matrices: rows that the reads are cut between.
 struct RowSource {
-  int32_t matrix;  // 0 gate, 1 up, 2 down
+  int32_t matrix;  // 0 gate, 1 up, 2 down; the first of two that share the tensor
   int32_t rows;
   int64_t row_bytes;   // in the file
   int32_t row_values;  // for the place of a bad one

@@ -27,6 +27,11 @@ const RowSource& row_source(const RecordTable& table, int32_t record, int32_t pa
   return table.sources[at(record / table.num_experts * table.parts_per_record + part)];
 }
 
+// For a message: which matrix holds the value at a row-major index of a tensor.
+std::string matrix_name(const RowSource& source, int64_t index) {
+  return std::string(", matrix ") + kPartNames[at(source.packer->matrix_at(source.matrix, index))];
+}
+
 // Rows of one block of a record in place: whole granules, about block_bytes.
 int32_t rows_per_block(const RowSource& source, int64_t block_bytes) {
   const int64_t granules = block_bytes / (source.row_bytes * source.granule);
@@ -347,7 +352,13 @@ std::string ExpertStore::Load::read_error(const io::ReadFailure& failure, int32_
   }
   if (found >= 0) {
     const RecordPart part = this->part(place, found);
-    if (num_parts > 1) where += std::string(", matrix ") + kPartNames[at(source(found).matrix)];
+    if (num_parts > 1) {
+      const RowSource& from = source(found);
+      const int64_t missing = std::max<int64_t>(reached - part.offset, 0);  // the first such byte
+      const int64_t row = missing / from.row_bytes;
+      const int64_t column = missing % from.row_bytes * from.row_values / from.row_bytes;
+      where += matrix_name(from, row * from.row_values + column);
+    }
     whole.offset = part.offset;
     whole.expected = part.length;
     whole.got = std::max<int64_t>(reached - part.offset, 0);
@@ -370,9 +381,9 @@ std::string ExpertStore::Load::value_error() const {
   const RecordPart place = this->part(0, part);
   const int64_t row = index / from.row_values, column = index % from.row_values;
   const RowPacker::Complaint complaint = from.packer->complaint();
-  return std::string(complaint.title) + ": " + name() + ", matrix " + kPartNames[at(from.matrix)] +
-         ", file " + store_.files_[at(place.file)]->path() + "\n" + complaint.expected +
-         " at index [" + std::to_string(row) + ", " + std::to_string(column) + "], offset " +
+  return std::string(complaint.title) + ": " + name() + matrix_name(from, index) + ", file " +
+         store_.files_[at(place.file)]->path() + "\n" + complaint.expected + " at index [" +
+         std::to_string(row) + ", " + std::to_string(column) + "], offset " +
          std::to_string(place.offset + row * from.row_bytes +
                         column * from.row_bytes / from.row_values) +
          "\nhint: " + complaint.hint;

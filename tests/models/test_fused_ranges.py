@@ -116,10 +116,13 @@ def test_records_hold_the_values(case: str, block_bytes: int, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("case", "name", "index", "value", "where"),
     [
-        ("mxfp4", "gate_up_proj_scales", (2, 5, 1), 255, r"matrix gate.*\[5, 1\]"),
+        ("mxfp4", "gate_up_proj_scales", (2, 5, 1), 255, r"matrix up.*\[5, 1\]"),
+        ("mxfp4", "gate_up_proj_scales", (2, 4, 0), 255, r"matrix gate.*\[4, 0\]"),
         ("mxfp4", "down_proj_scales", (2, 5, 1), 255, r"matrix down.*\[5, 1\]"),
-        ("halves", "gate_up_proj", (2, 7, 100), np.inf, r"matrix gate.*\[7, 100\]"),
-        ("columns", "gate_up_proj", (2, 7, 101), np.nan, r"matrix gate.*\[7, 101\]"),
+        ("halves", "gate_up_proj", (2, 7, INNER - 1), np.inf, r"matrix gate.*\[7, 63\]"),
+        ("halves", "gate_up_proj", (2, 7, INNER), np.inf, r"matrix up.*\[7, 64\]"),
+        ("columns", "gate_up_proj", (2, 7, 101), np.nan, r"matrix up.*\[7, 101\]"),
+        ("columns", "gate_up_proj", (2, 7, 100), np.nan, r"matrix gate.*\[7, 100\]"),
         ("columns", "down_proj", (2, 7, 3), np.nan, r"matrix down.*\[7, 3\]"),
     ],
 )
