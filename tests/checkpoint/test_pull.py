@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_helpers import Shape, write_checkpoint
-from coded_models import mixture_config, write_coded_model
+from coded_models import tiny_config, write_coded_model
 from hub_server import COMMIT, HubServer, serve
 from stored_codes import CASES
 
@@ -362,7 +362,7 @@ def test_experts_in_codes_are_converted_on_the_way(
     for path in source.glob("model*"):
         path.unlink()
     settings, make, *_ = CASES[case]
-    config = mixture_config("qwen3_moe") | {"quantization_config": settings}
+    config = tiny_config("qwen3_moe") | {"quantization_config": settings}
     write_coded_model(source, config, make, lambda name: ".experts." in name, shards=3)
     convert(source, tmp_path / "whole", KEPT_WHOLE)
     report = pull_converted(open_repository(REPO), pulled_folder(REPO), "faithful")

@@ -23,15 +23,21 @@ Change = Callable[[Tensors, dict[str, str]], None]
 """Alters tensors and their dtypes before they are written."""
 
 
-def mixture_config(model: str) -> dict[str, Any]:
-    """The config of a tiny model of `model`, one of MIXTURES."""
+def tiny_config(model: str) -> dict[str, Any]:
+    """The config of a tiny model of any architecture of the fixtures."""
     config = read_case_config(model, "default")
     config |= {
         "hidden_size": HIDDEN, "intermediate_size": INNER, "vocab_size": VOCAB, "eos_token_id": 1,
         "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4,
-        "num_experts_per_tok": 2, "tie_word_embeddings": False,
-        "num_local_experts" if model == "mixtral" else "num_experts": EXPERTS,
+        "tie_word_embeddings": False,
     }  # fmt: skip
+    if model in MIXTURES:
+        config["num_local_experts" if model == "mixtral" else "num_experts"] = EXPERTS
+        config["num_experts_per_tok"] = 2
+    if model == "qwen3":
+        config["head_dim"] = 32
+    if model == "llama":
+        config["rope_scaling"] = None
     if model == "qwen3_moe":
         config |= {
             "moe_intermediate_size": INNER, "head_dim": 32, "mlp_only_layers": [],
@@ -116,8 +122,8 @@ def _vectors_and_tables(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         prefix = f"model.layers.{layer}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"{prefix}{norm}.weight"] = (hidden,)
-        if model in ("qwen3_moe", "olmoe"):
-            size = _head_dim(config) if model == "qwen3_moe" else hidden
+        if model in ("qwen3_moe", "qwen3", "olmoe"):
+            size = hidden if model == "olmoe" else _head_dim(config)
             for proj in "qk":
                 shapes[f"{prefix}self_attn.{proj}_norm.weight"] = (size,)
         if model in MIXTURES:

@@ -14,7 +14,7 @@ from coded_models import (
     MIXTURES,
     Change,
     expert_module,
-    mixture_config,
+    tiny_config,
     write_coded_model,
 )
 from safetensors_files import Tensors
@@ -39,7 +39,7 @@ def _write(
 ) -> Values:
     """A model whose experts are in codes, router and attention in float32; returns the values."""
     settings, make, *_ = CASES[case]
-    config = mixture_config(model) | {"quantization_config": settings}
+    config = tiny_config(model) | {"quantization_config": settings}
     values = write_coded_model(folder, config, make, lambda n: ".experts." in n, change, shards)
     return {
         (layer, expert, role): values[expert_module(model, layer, expert, role)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from coded_models import EXPERT_FORMATS, mixture_config, write_coded_model
+from coded_models import EXPERT_FORMATS, tiny_config, write_coded_model
 from gguf_models import write_model
 from stored_codes import CASES
 from tiny_models import make_case
@@ -25,7 +25,7 @@ from headrace.plan import measure_sizes
 @pytest.mark.parametrize("case", EXPERT_FORMATS)
 def test_every_stored_format_is_measured(case: str, tmp_path: Path) -> None:
     settings, make, *_ = CASES[case]
-    config = mixture_config("qwen3_moe") | {"quantization_config": settings}
+    config = tiny_config("qwen3_moe") | {"quantization_config": settings}
     write_coded_model(tmp_path, config, make, lambda name: ".experts." in name)
     table = open_checkpoint(tmp_path, expert_names(load_spec(config))).records
     assert table is not None

@@ -101,12 +101,24 @@ def logits_of(path: Path, num_slots: int | None = None) -> Float32:
 
 
 def require_same_logits(source: Path, made: Path) -> None:
-    """Equal bits in place and converted, with all experts resident and with the fewest slots."""
+    """Equal bits in place and converted, with all experts resident and with the fewest slots.
+
+    Of a prompt, and of tokens decoded after it.
+    """
     logits = logits_of(source)
     assert logits.std() > 0.01
     wanted = logits.view(np.uint32)
-    np.testing.assert_array_equal(logits_of(made).view(np.uint32), wanted)
-    np.testing.assert_array_equal(logits_of(made, 2).view(np.uint32), wanted)
+    for path, num_slots in ((source, 2), (made, None), (made, 2)):
+        np.testing.assert_array_equal(logits_of(path, num_slots).view(np.uint32), wanted)
+    ids = {tuple(greedy_ids(path, n)) for path in (source, made) for n in (2, None)}
+    assert len(ids) == 1
+
+
+def greedy_ids(path: Path, num_slots: int | None = None) -> list[int]:
+    """Six tokens after a fixed prompt; slots as of `logits_of`."""
+    model, checkpoint = open_model(path)
+    with open_store(checkpoint, num_slots) as store:
+        return generate_greedily(model, store, [3, 1, 4, 1, 5], 6)
 
 
 def run_in_pool(
