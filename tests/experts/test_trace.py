@@ -211,16 +211,23 @@ def test_the_default_reads_no_more_than_lru(records: Records) -> None:
 
 
 def test_speed_is_predicted_from_the_recorded_pace() -> None:
-    """Tokens of 30 ms with 2 misses, 10 ms of it stalls; a read took 6 ms, 1 of them hidden."""
+    """Tokens of 30 ms with 2 misses: 20 of computing and 12 of reading, 2 of them at once.
+
+    By chance 20 and 12 would meet for 7.5, and 20 and 24 for 10.9: 2.9 where 7.5 became 2.
+    """
     pace = Pace(
         tokens=10, misses=20, step_ns=300_000_000, stall_ns=100_000_000, busy_ns=120_000_000
     )
+    twice = 20 + 24 - 2 / 7.5 * (20 * 24 / 44)
     assert predict_speed(pace, 2.0, 6_000_000) == pytest.approx(1000 / 30)
     assert predict_speed(pace, 0.0, 6_000_000) == pytest.approx(1000 / 20)
-    assert predict_speed(pace, 4.0, 6_000_000) == pytest.approx(1000 / 40)
+    assert predict_speed(pace, 4.0, 6_000_000) == pytest.approx(1000 / twice)
     assert predict_speed(pace, 2.0, 6_000_000, 1e9) == pytest.approx(1000 / 30), "the same drive"
-    assert predict_speed(pace, 2.0, 6_000_000, 0.5e9) == pytest.approx(1000 / 42)
-    assert predict_speed(pace, 2.0, 6_000_000, 1e12) == pytest.approx(1000 / 20), "all is hidden"
+    assert predict_speed(pace, 2.0, 6_000_000, 0.5e9) == pytest.approx(1000 / twice)
+    assert predict_speed(pace, 2.0, 6_000_000, 1e15) == pytest.approx(1000 / 20), "all is hidden"
+    overlapped = pace._replace(stall_ns=10_000_000)  # 29 ms of computing, 11 of 12 hidden
+    speed = predict_speed(overlapped, 20.0, 6_000_000)
+    assert speed == pytest.approx(1000 / 120), "no more is hidden than there is computing"
     resident = pace._replace(misses=0, stall_ns=0, busy_ns=0)
     assert predict_speed(resident, 0.0, 6_000_000) == pytest.approx(1000 / 30)
     assert predict_speed(resident, 1.0, 6_000_000) is None, "nothing is known of reading"

@@ -88,9 +88,9 @@ def predict_speed(
 ) -> float | None:
     """Predict tokens per second of decoding from how fast the recorded run went.
 
-    A token takes the recorded time without stalls, and for each miss the recorded stall per miss.
-    Another drive changes that stall by the difference of its reading time and the recorded one:
-    what computing hid of a read stays hidden.
+    A token takes the time of computing and the time of reading less what of the two ran at once.
+    By chance that would be their product over their sum; how many times as much the recorded run
+    reached, with lookahead or without, is kept.
 
     Args:
         pace: of the recorded run.
@@ -105,11 +105,20 @@ def predict_speed(
     if not pace.tokens or (misses_per_token and not pace.misses):
         return None
     compute_ns = (pace.step_ns - pace.stall_ns) / pace.tokens
-    stall_ns = pace.stall_ns / pace.misses if pace.misses else 0.0
-    if drive is not None and pace.misses:
-        hidden_ns = pace.busy_ns / pace.misses - stall_ns
-        stall_ns = max(0.0, read_bytes / drive * 1e9 - hidden_ns)
-    return 1e9 / (compute_ns + misses_per_token * stall_ns)
+    if not misses_per_token:
+        return 1e9 / compute_ns
+    read_ns = pace.busy_ns / pace.misses if drive is None else read_bytes / drive * 1e9
+    at_once_ns = (pace.busy_ns - pace.stall_ns) / pace.tokens
+    by_chance_ns = _meeting(compute_ns, pace.busy_ns / pace.tokens)
+    kept = at_once_ns / by_chance_ns if by_chance_ns else 0.0
+    reading_ns = misses_per_token * read_ns
+    hidden_ns = min(kept * _meeting(compute_ns, reading_ns), compute_ns, reading_ns)
+    return 1e9 / (compute_ns + reading_ns - hidden_ns)
+
+
+def _meeting(a: float, b: float) -> float:
+    """Return how long two activities go on at once if they begin at any moments of each other."""
+    return a * b / (a + b) if a + b else 0.0
 
 
 def choose_policy(trace: Trace, *, num_slots: int, half_life_tokens: float) -> str:
