@@ -402,6 +402,8 @@ void bind_memory(nb::module_& m) {
                        static_cast<int64_t>(bytes.size()));
       },
       "bytes"_a.noconvert(), "Keep the pages of a byte array from being swapped out.");
+  m.def("trim_heap", &io::trim_heap, nb::call_guard<nb::gil_scoped_release>(),
+        "Give the system the pages that the C library keeps of what was freed.");
 }
 
 void bind_reading(nb::module_& m) {

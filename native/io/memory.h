@@ -43,6 +43,11 @@ class PageBuffer {
 // with the mapping. Throws Error(MemoryBudget) naming the limit if the system refuses.
 void lock_pages(const std::byte* data, int64_t length);
 
+// Gives the system the pages that the C library keeps of what was freed, where it can be told to.
+// It keeps what a thread freed for that thread's next need, tens of MiB after a vocabulary was
+// parsed.
+void trim_heap();
+
 // Numbers of the NUMA nodes that have memory, as `sysfs` says; empty where it says nothing.
 std::vector<int> memory_nodes(const std::string& sysfs = "/sys");
 

@@ -9,6 +9,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 
 #include <cerrno>
 #include <fstream>
@@ -128,6 +131,12 @@ void lock_pages(const std::byte* data, int64_t length) {
 }
 
 // The kernel writes lists such as `0-1,4`.
+void trim_heap() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+}
+
 std::vector<int> memory_nodes(const std::string& sysfs) {
   std::ifstream file(sysfs + "/devices/system/node/has_memory");
   std::string text, part;

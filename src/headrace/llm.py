@@ -151,22 +151,26 @@ class LLM:
     def _load(self) -> None:
         available = available_memory_bytes()
         history = open_history(self.path, self.checkpoint, self.config)
+        ops.trim_memory()  # what an earlier model left behind is not held by anybody
         self._reading = self._resolve_reading()
         held = resident_bytes()
         # Refuses before anything large is read.
         plan = self._plan(self.config, held, history, is_tokenizer_held=False)
         if not plan.is_resident:
             self._reading = self._resolve_reading(probe_bytes=plan.slots_bytes)
-        # A large vocabulary is parsed as long as dense weights are read: both at once.
-        with ThreadPoolExecutor(1, "tokenizer") as aside:
-            tokenizer = aside.submit(Tokenizer.of, self.checkpoint)
-            model = build_model(
+        # A large vocabulary is parsed as long as dense weights are read: both at once, and the
+        # parsing here, because the C library keeps the tens of MiB it frees for who freed them.
+        with ThreadPoolExecutor(1, "weights") as aside:
+            loading = aside.submit(
+                build_model,
                 self.spec,
                 self.checkpoint,
                 embedding_resident=plan.embedding != "drive",
                 lock=self.config.lock_memory,
             )
-            self.tokenizer = tokenizer.result()
+            self.tokenizer = Tokenizer.of(self.checkpoint)
+            model = loading.result()
+        ops.trim_memory()
         self.lossy = make_lossy(model, self.config)
         self.profile = Profile() if self.config.profile else None
         if self.profile is not None:
@@ -524,6 +528,7 @@ class LLM:
                 if self.store is not None:
                     self.store.close()
                     self._judge_the_drive(self.store.stats())
+                ops.trim_memory()
 
     def _judge_the_drive(self, stats: StoreStats) -> None:
         """Tell what remembers how to read this drive how fast it was, but for a model read whole:

@@ -1,5 +1,7 @@
 """Huge pages and locked memory, as the system itself reports them."""
 
+import json
+import shutil
 import subprocess
 import sys
 import time
@@ -102,6 +104,41 @@ def test_slots_given_back_are_no_longer_resident() -> None:
         assert after.receipt.num_slots == 12
         assert llm.store.resize(llm.plan.num_slots) == llm.plan.num_slots
         assert llm.generate("Once upon a time", params).ids == before.ids
+
+
+# In a process of its own: what other tests freed would hide what one model leaves.
+CYCLES = """
+import sys
+from headrace.config import ExpertConfig, SamplingParams
+from headrace.llm import LLM
+from headrace.metrics import resident_bytes
+for _ in range(7):
+    with LLM(sys.argv[1], memory="8GiB", experts=ExpertConfig(history="off")) as llm:
+        planned_bytes = llm.plan.interpreter_bytes
+        llm.generate("ok", SamplingParams(max_tokens=4))
+    print(resident_bytes(), planned_bytes)
+    del llm
+"""
+
+
+def test_models_that_were_closed_leave_nothing_behind(tiny: Path, tmp_path: Path) -> None:
+    """Neither the process grows with each, nor does the next one's plan count what is free.
+
+    With a large vocabulary, of which parsing leaves some 30 MiB of freed memory.
+    """
+    folder = tmp_path / "wordy"
+    shutil.copytree(tiny, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary |= {f"word {i}": i for i in range(len(vocabulary), 150_000)}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    done = subprocess.run(
+        [sys.executable, "-c", CYCLES, str(folder)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    counts = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
+    for first, last in zip(counts[1], counts[-1], strict=True):
+        assert last - first < 8 * MIB, counts
 
 
 def test_only_a_ceiling_that_was_not_named_moves(tiny: Path, monkeypatch: Any) -> None:

@@ -26,6 +26,7 @@ from headrace.ops.machine import (
     pool_trim,
     set_isa,
     set_threads,
+    trim_memory,
 )
 from headrace.ops.norm import rms_norm
 from headrace.ops.rope import rope, rope_angles
@@ -68,4 +69,5 @@ __all__ = [
     "set_isa",
     "set_threads",
     "swiglu_ffn",
+    "trim_memory",
 ]

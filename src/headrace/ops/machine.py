@@ -47,6 +47,14 @@ def pool_trim() -> None:
     _core.pool_trim()
 
 
+def trim_memory() -> None:
+    """Give the system all that was freed and is kept for reuse, so that what this process holds is
+    what it needs; takes milliseconds.
+    """
+    _core.pool_trim()
+    _core.trim_heap()
+
+
 def lock_memory(data: Bytes) -> None:
     """Keep the pages of an array from being swapped out, as long as it lives.
 
