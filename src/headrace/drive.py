@@ -49,6 +49,10 @@ class Drive:
         """Whether the kernel counts what this process fetches from it."""
         return UNCOUNTED_FILESYSTEMS.fullmatch(self.filesystem or "") is None
 
+    def shares_with(self, other: "Drive") -> bool:
+        """Whether reads from both take turns: another folder or partition of the same drive."""
+        return (self.name or self.device) == (other.name or other.device)
+
     @property
     def identity(self) -> str:
         """The key of what was measured: model, serial and size, or the next best there is."""

@@ -173,7 +173,7 @@ def plan_mirror(
         record_bytes=table.layout.record_bytes,
         budget_bytes=budget,
         layers=layers,
-        is_same_drive=find_drive(table.files[0]).device == find_drive(_existing(folder)).device,
+        is_same_drive=find_drive(table.files[0]).shares_with(find_drive(_existing(folder))),
         is_resumed=begun is not None,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from headrace.cli.report import print_plan
 from headrace.config import EngineConfig, ExpertConfig
 from headrace.convert import Recipe, convert
 from headrace.drive import find_drive
+from headrace.experts import reading
 from headrace.experts.drive_cache import DriveCache, remembered
 from headrace.experts.probe import Probed, ReadSetting
 from headrace.experts.spread import sum_bytes_per_s
@@ -86,6 +88,8 @@ def test_a_plan_counts_all_drives(
     drive = find_drive(records.files[0])
     measured = Probed(ReadSetting(2, 1 << 18, True), 1e9, 1e9, 1e9, records.layout.record_bytes)
     DriveCache().remember(drive, remembered(measured, drive))
+    assert plan_model(model, both).drive_rates == (0.5e9, 0.5e9), "two folders on one drive"
+    monkeypatch.setattr(reading, "find_drive", lambda path: replace(drive, name=path.name))
     alone, plan = plan_model(model, config), plan_model(model, both)
     assert alone.drive_rates == () and alone.drive_bytes_per_s == 1e9
     assert plan.drive_rates == (1e9, 1e9)

@@ -71,6 +71,10 @@ def test_a_partition_leads_to_its_drive(tmp_path: Path, place: Path) -> None:
     assert (drive.temperature_c, drive.limit_c) == (71.85, 81.0)
     assert drive.is_counted and not drive.is_memory
     assert "nvme0n1" in drive.label and "xfs" in drive.label
+    write(tmp_path, {f"{folder}/nvme0n1p1/partition": 1})
+    link(tmp_path, "259:1", f"{folder}/nvme0n1p1")
+    assert drive.shares_with(find_drive(tmp_path, tmp_path, (259, 1))), "partitions take turns"
+    assert not drive.shares_with(find_drive(place, tmp_path, (1, 2)))
 
 
 def identity(tmp_path: Path, place: Path, number: str, **how: object) -> str:

@@ -6,6 +6,7 @@ streams from it, for about a second; later starts remember. It never stops a run
 
 import logging
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from headrace.checkpoint.records import RecordTable
 from headrace.config import DEFAULT_READERS, ExpertConfig
@@ -70,20 +71,27 @@ def drive_rates(reading: Reading, table: RecordTable) -> tuple[float, ...]:
     """Bandwidth of each drive of a table, the model's own first; empty if there is one only.
 
     What is remembered of a drive, or else as much as the model's: a guess only orders the first
-    few reads.
+    few reads. Folders on one drive share its bandwidth.
     """
     if not table.drives:
         return ()
     cache = DriveCache()
     own = reading.drive_bytes_per_s or UNKNOWN_BYTES_PER_S
-    rates = [own]
-    for folder in table.drives[1:]:
-        try:
-            entry = cache.find(find_drive(folder), table.read_bytes)
-        except OSError:  # unplugged; said when the checkpoint was opened
-            entry = None
-        rates.append(own if entry is None else entry.bytes_per_s)
+    drives = [_find(folder) for folder in table.drives]
+    rates = []
+    for number, drive in enumerate(drives):
+        entry = cache.find(drive, table.read_bytes) if number and drive else None
+        sharing = sum(bool(drive and other and drive.shares_with(other)) for other in drives)
+        rates.append((own if entry is None else entry.bytes_per_s) / max(1, sharing))
     return tuple(rates)
+
+
+def _find(folder: Path) -> Drive | None:
+    """None for a drive that is unplugged, which was said when the checkpoint was opened."""
+    try:
+        return find_drive(folder)
+    except OSError:
+        return None
 
 
 def _source_of(config: ExpertConfig, otherwise: str) -> str:
