@@ -130,13 +130,13 @@ void lock_pages(const std::byte* data, int64_t length) {
                   "`LimitMEMLOCK=infinity` of a service), or run without `--lock-memory`");
 }
 
-// The kernel writes lists such as `0-1,4`.
 void trim_heap() {
 #ifdef __GLIBC__
   malloc_trim(0);
 #endif
 }
 
+// The kernel writes lists such as `0-1,4`.
 std::vector<int> memory_nodes(const std::string& sysfs) {
   std::ifstream file(sysfs + "/devices/system/node/has_memory");
   std::string text, part;
