@@ -14,6 +14,8 @@ namespace headrace::HEADRACE_ISA {
 // Two KiB ahead, tier 0: worth 15-20 % of read bandwidth per core where tried; far or non-temporal
 // prefetches lost.
 inline constexpr int64_t kPrefetchBytes = 2048;
+// The same where a core reads several streams.
+inline constexpr int64_t kStreamPrefetchBytes = kPrefetchBytes / kStreams;
 
 // A format: how its bytes become weights, and what follows them in a group. `kOffset` is what
 // weights have too much, so that a dot begins at minus that many sums of inputs.
@@ -31,6 +33,9 @@ struct Q4 {
   static constexpr int kOffset = 8;
   static constexpr int kCodesPerByte = 2;
   static Bytes weights(Bytes nibbles) { return nibbles; }
+  // Those of the high nibbles, times 1 << kRaised.
+  static constexpr int kRaised = kHighShift;
+  static Bytes raised_weights(Bytes packed) { return raised_high_nibbles(packed); }
   static Ints dot(Ints acc, Bytes w, const int8_t* quad) { return dot_small(acc, w, quad); }
   static Floats scales(const unsigned char* p) { return load_f16(p); }
   static constexpr int kScaleBytes = 32;
@@ -41,6 +46,8 @@ struct Mxfp4 {
   static constexpr int kOffset = kMxfp4Offset;
   static constexpr int kCodesPerByte = 2;
   static Bytes weights(Bytes nibbles) { return mxfp4_weights(nibbles); }
+  static constexpr int kRaised = 0;
+  static Bytes raised_weights(Bytes packed) { return mxfp4_weights(high_nibbles(packed)); }
   static Ints dot(Ints acc, Bytes w, const int8_t* quad) { return dot_small(acc, w, quad); }
   static Floats scales(const unsigned char* p) { return half_e8m0(p); }
   static constexpr int kScaleBytes = 16;
@@ -71,6 +78,63 @@ struct Q4a : Q4 {
   static constexpr int kScaleBytes = 128;
   static constexpr bool kHasMinimum = true;
 };
+
+// The dots of one row with a group of B blocks, `begin` added to each.
+template <class F, int group, int B>
+[[gnu::always_inline]] inline void group_dots(const unsigned char* const (&p)[B], const int8_t* x,
+                                              Ints begin, Ints (&dot)[B]) {
+  constexpr int kVectors = group / 4 / F::kCodesPerByte;
+  Ints raised[B];
+  unroll<B>([&](auto b) {
+    dot[b] = begin;
+    raised[b] = splat_int(0);
+  });
+  unroll<kVectors>([&](auto j) __attribute__((always_inline)) {
+    unroll<B>([&](auto b) __attribute__((always_inline)) {
+      prefetch(p[b] + j * 64 + kStreamPrefetchBytes);
+      const Bytes packed = load_bytes(p[b] + j * 64);
+      if constexpr (F::kCodesPerByte == 1) {
+        dot[b] = F::dot(dot[b], F::weights(packed), x + j * 4);
+      } else {
+        dot[b] = F::dot(dot[b], F::weights(low_nibbles(packed)), x + j * 8);
+        raised[b] = F::dot(raised[b], F::raised_weights(packed), x + j * 8 + 4);
+      }
+    });
+  });
+  if constexpr (F::kCodesPerByte == 2) {
+    unroll<B>([&](auto b) { dot[b] = add(dot[b], shift_right<F::kRaised>(raised[b])); });
+  }
+}
+
+// One row by B blocks, `stride` apart.
+template <class F, int group, int B>
+void one_row_tile(const LinearArgs& a, int32_t block, int32_t stride, int32_t row) {
+  const int8_t* x[1];
+  const float* sx[1];
+  const int32_t* sums[1];
+  Floats acc[B][1];
+  const unsigned char* p[B];
+  unroll<B>([&](auto b) {
+    start_rows(a, row, group, x, sx, sums, acc[b]);
+    p[b] = block_start(a, block + b * stride);
+  });
+  constexpr int kCodeBytes = group * kBlockOutputs / F::kCodesPerByte;
+  for (int32_t g = 0; g < a.num_groups; ++g) {
+    const Ints begin = splat_int(-F::kOffset * sums[0][g]);
+    Ints dot[B];
+    group_dots<F, group>(p, x[0], begin, dot);
+    unroll<B>([&](auto b) __attribute__((always_inline)) {
+      const Floats sw = F::scales(p[b] + kCodeBytes);
+      acc[b][0] = fma(to_float(dot[b]), mul(splat(sx[0][g]), sw), acc[b][0]);
+      if constexpr (F::kHasMinimum) {
+        add_minimums(acc[b], sums, sx, g, load_f32(p[b] + kCodeBytes + 64));
+      }
+      p[b] += kCodeBytes + F::kScaleBytes;
+    });
+    x[0] += group;
+  }
+  unroll<B>([&](auto b) { store_outputs(a, block + b * stride, row, acc[b][0]); });
+}
 
 template <class F, int group, int R>
 void quantised_tile(const LinearArgs& a, int32_t block, int32_t row) {
@@ -113,7 +177,9 @@ void quantised_tile(const LinearArgs& a, int32_t block, int32_t row) {
 // The last rows of a call, at most R.
 template <class F, int group, int R>
 void quantised_rest(const LinearArgs& a, int32_t block, int32_t row) {
-  if constexpr (R > 0) {
+  if constexpr (R == 1) {
+    if (row < a.num_rows) one_row_tile<F, group, 1>(a, block, 0, row);
+  } else {
     if (a.num_rows - row == R) {
       quantised_tile<F, group, R>(a, block, row);
     } else {
@@ -124,6 +190,12 @@ void quantised_rest(const LinearArgs& a, int32_t block, int32_t row) {
 
 template <class F, int group>
 void quantised_blocks(const LinearArgs& a) {
+  if (a.num_rows == 1) {
+    blocks_apart(a.num_blocks, [&](auto streams, int32_t block, int32_t stride) {
+      one_row_tile<F, group, streams>(a, block, stride, 0);
+    });
+    return;
+  }
   for (int32_t block = 0; block < a.num_blocks; ++block) {
     int32_t row = 0;
     for (; row + kTileRowsMost <= a.num_rows; row += kTileRowsMost) {

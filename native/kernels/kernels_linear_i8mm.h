@@ -117,7 +117,7 @@ void pair_blocks(const LinearArgs& a) {
     int32_t row = 0;
     for (; row + 4 <= a.num_rows; row += 4) pair_tile<F, group, 2>(a, block, row);
     for (; row + 2 <= a.num_rows; row += 2) pair_tile<F, group, 1>(a, block, row);
-    if (row < a.num_rows) quantised_tile<F, group, 1>(a, block, row);
+    if (row < a.num_rows) one_row_tile<F, group, 1>(a, block, 0, row);
   }
 }
 

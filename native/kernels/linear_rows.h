@@ -40,6 +40,16 @@ template <int R>
   });
 }
 
+// One row's part of a call: tile(Index<B>, block, stride) for B blocks that many apart, until all
+// had their turn. A core then reads several streams, and waits for memory at several places at
+// once.
+template <class Tile>
+void blocks_apart(int32_t num_blocks, Tile&& tile) {
+  const int32_t stride = num_blocks / kStreams;
+  for (int32_t block = 0; block < stride; ++block) tile(Index<kStreams>{}, block, stride);
+  for (int32_t block = stride * kStreams; block < num_blocks; ++block) tile(Index<1>{}, block, 0);
+}
+
 // Adds the minimums of group g to R rows: each weighs the sum of the row's inputs.
 template <int R>
 [[gnu::always_inline]] inline void add_minimums(Floats (&acc)[R], const int32_t* (&sums)[R],

@@ -127,6 +127,9 @@ inline Bytes low_nibbles(Bytes x) {
 inline Bytes high_nibbles(Bytes x) {
   return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
 }
+// The high nibbles times 1 << kHighShift: none here, the sums of a dot's pairs have 16 bits.
+inline constexpr int kHighShift = 0;
+inline Bytes raised_high_nibbles(Bytes x) { return high_nibbles(x); }
 // Bits [from, from + bits) of each byte, at bit `to`.
 template <int from, int to, int bits>
 Bytes move_bits(Bytes x) {
@@ -144,6 +147,9 @@ Bytes join_bits(Bytes low, Bytes high) {
   const Bytes moved = move_bits<from, to, bits>(high);
   return {_mm256_or_si256(low.a, moved.a), _mm256_or_si256(low.b, moved.b)};
 }
+
+// Blocks that one row is multiplied with at once.
+inline constexpr int kStreams = 2;
 
 // Rows of a tile of products: eight of the sixteen registers are their dots of one group.
 inline constexpr int kTileRowsMost = 4;

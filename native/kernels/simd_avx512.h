@@ -89,6 +89,12 @@ inline Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_ep
 inline Bytes high_nibbles(Bytes a) {
   return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))};
 }
+// The high nibbles times 1 << kHighShift. 240 * 127 * 4 products of a dot are far from its 32 bits,
+// so that it can do without a shift for each vector.
+inline constexpr int kHighShift = 4;
+inline Bytes raised_high_nibbles(Bytes a) {
+  return {_mm512_and_si512(a.v, _mm512_set1_epi8(static_cast<char>(0xf0)))};
+}
 // Bit `from` of each byte at bit `to`, and its neighbours likewise, some from the next byte.
 template <int from, int to>
 __m512i shifted(__m512i x) {
@@ -109,6 +115,9 @@ Bytes join_bits(Bytes low, Bytes high) {
   // low | (high & mask), in one instruction.
   return {_mm512_ternarylogic_epi64(low.v, shifted<from, to>(high.v), mask, 0xf8)};
 }
+
+// Blocks that one row is multiplied with at once.
+inline constexpr int kStreams = 2;
 
 // Rows of a tile of products: their sums and their dots of one group, beside two vectors of
 // weights.

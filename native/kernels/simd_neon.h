@@ -196,6 +196,9 @@ inline Bytes high_nibbles(Bytes x) {
   return each<Bytes>(
       [](int8x16_t u) { return vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(u), 4)); }, x);
 }
+// The high nibbles times 1 << kHighShift: none here, SDOT multiplies signed by signed.
+inline constexpr int kHighShift = 0;
+inline Bytes raised_high_nibbles(Bytes x) { return high_nibbles(x); }
 // Bits [from, from + bits) of each byte, at bit `to`.
 template <int from, int to, int bits>
 Bytes move_bits(Bytes x) {
@@ -214,6 +217,9 @@ Bytes join_bits(Bytes low, Bytes high) {
   return each<Bytes>([](int8x16_t u, int8x16_t v) { return vorrq_s8(u, v); }, low,
                      move_bits<from, to, bits>(high));
 }
+
+// Blocks that one row is multiplied with at once.
+inline constexpr int kStreams = 1;
 
 // Rows of a tile of products: their dots of one group take half the registers.
 inline constexpr int kTileRowsMost = 4;

@@ -187,6 +187,9 @@ inline Bytes high_nibbles(Bytes a) {
   for (uint8_t& b : a.byte) b >>= 4;
   return a;
 }
+// The high nibbles times 1 << kHighShift: none here, nothing would be gained.
+inline constexpr int kHighShift = 0;
+inline Bytes raised_high_nibbles(Bytes a) { return high_nibbles(a); }
 // Bits [from, from + bits) of each byte, at bit `to`.
 template <int from, int to, int bits>
 Bytes move_bits(Bytes a) {
@@ -200,6 +203,9 @@ Bytes join_bits(Bytes low, const Bytes& high) {
   for (int i = 0; i < 64; ++i) low.byte[i] |= moved.byte[i];
   return low;
 }
+
+// Blocks that one row is multiplied with at once.
+inline constexpr int kStreams = 1;
 
 // Rows of a tile of products.
 inline constexpr int kTileRowsMost = 8;
