@@ -148,6 +148,9 @@ Bytes join_bits(Bytes low, Bytes high) {
   return {_mm256_or_si256(low.a, moved.a), _mm256_or_si256(low.b, moved.b)};
 }
 
+// Whether a vector of lanes is one register or a few.
+inline constexpr bool kLanesInRegisters = true;
+
 // Blocks that one row is multiplied with at once.
 inline constexpr int kStreams = 2;
 

@@ -116,6 +116,9 @@ Bytes join_bits(Bytes low, Bytes high) {
   return {_mm512_ternarylogic_epi64(low.v, shifted<from, to>(high.v), mask, 0xf8)};
 }
 
+// Whether a vector of lanes is one register or a few.
+inline constexpr bool kLanesInRegisters = true;
+
 // Blocks that one row is multiplied with at once.
 inline constexpr int kStreams = 2;
 

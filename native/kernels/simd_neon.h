@@ -218,6 +218,9 @@ Bytes join_bits(Bytes low, Bytes high) {
                      move_bits<from, to, bits>(high));
 }
 
+// Whether a vector of lanes is one register or a few.
+inline constexpr bool kLanesInRegisters = true;
+
 // Blocks that one row is multiplied with at once.
 inline constexpr int kStreams = 1;
 

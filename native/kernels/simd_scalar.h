@@ -204,11 +204,14 @@ Bytes join_bits(Bytes low, const Bytes& high) {
   return low;
 }
 
+// Whether a vector of lanes is one register or a few.
+inline constexpr bool kLanesInRegisters = false;
+
 // Blocks that one row is multiplied with at once.
 inline constexpr int kStreams = 1;
 
 // Rows of a tile of products.
-inline constexpr int kTileRowsMost = 8;
+inline constexpr int kTileRowsMost = 4;
 // The same where bits of codes lie apart: each row more is a loop for each vector of a group.
 inline constexpr int kSuperRowsMost = 1;
 
