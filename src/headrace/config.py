@@ -27,6 +27,7 @@ ISAS = ("auto", "scalar", "avx2", "avx512", "amx", "neon", "neon-i8mm")
 DEFAULT_READERS = 4
 DEFAULT_BLOCK_BYTES = 1 << 20
 MOST_DRIVES = 32
+MOST_BYTES = (1 << 63) - 1
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {
@@ -38,7 +39,7 @@ _UNITS |= {
         (letter, "B", 1000**power),
     )
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str | int) -> int:
@@ -56,10 +57,17 @@ def parse_bytes(text: str | int) -> int:
                 f"not a byte size: `{text}`\n"
                 "expected a number with an optional unit such as 1536MiB, 2GiB, 8G or 8GB"
             )
-        value = int(float(match[1]) * _UNITS[match[2].upper()])
-    if value <= 0:
-        raise ConfigError(f"a byte size must be above zero, got `{text}`")
+        value = _times(match[1], _UNITS[match[2].upper()])
+    if not 0 < value <= MOST_BYTES:
+        raise ConfigError(f"a byte size must be above zero and at most 2^63 - 1, got `{text}`")
     return value
+
+
+def _times(number: str, factor: int) -> int:
+    """A decimal number times a factor, exactly; a float would round large ones, or overflow."""
+    whole, _, fraction = number.partition(".")
+    parts: int = 10 ** len(fraction)
+    return int(whole) * factor + int(fraction or "0") * factor // parts
 
 
 def parse_memory(text: str | int) -> int | Auto:
@@ -310,11 +318,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require(
-            self.memory == "auto" or _is_count(self.memory, 1),
-            "memory",
-            "auto or bytes",
-            self.memory,
-        )
+            self.memory == "auto" or (_is_count(self.memory, 1) and self.memory <= MOST_BYTES),
+            "memory", "auto or bytes", self.memory,
+        )  # fmt: skip
         _require(
             self.context == "auto" or _is_count(self.context, 2), "context", "auto or 2 and more",
             self.context,
@@ -388,6 +394,11 @@ def make_engine_config(base: EngineConfig | None, options: Mapping[str, Any]) ->
     Raises:
         ConfigError: an option is unknown or out of range.
     """
+    if base is not None and not isinstance(base, EngineConfig):
+        raise ConfigError(
+            f"the config is no EngineConfig\ngot {base!r}\n"
+            'hint: give options by name, such as memory="2GiB"'
+        )
     known = {item.name for item in fields(EngineConfig)}
     for name in options:
         if name not in known:
@@ -579,8 +590,11 @@ def resolve_sampling(
     neutral (temperature 1, no top-p), as its authors tested it. `do_sample: false` means greedy.
 
     Raises:
-        ConfigError: the generation_config holds a value out of range.
+        ConfigError: `params` is something else, or the generation_config holds a value out of
+            range.
     """
+    if not isinstance(params, SamplingParams):
+        raise ConfigError(f"the sampling parameters are no SamplingParams\ngot {params!r}")
     given = {
         name: generation_config[name]
         for name in SAMPLING_DEFAULTS

@@ -26,6 +26,8 @@ from headrace.errors import ConfigError
         ("1.5 gib", 3 << 29),
         ("64k", 64 << 10),
         ("123", 123),
+        ("9007199254740993", 9007199254740993),
+        ("8388607.5TiB", 16777215 << 39),
         (4096, 4096),
     ],
 )
@@ -35,7 +37,26 @@ def test_byte_sizes(text: str, expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "-1", "2 apples", "0", "0GiB", "1e9", "nan", "2GiBB", 1.5, None, True]
+    "text",
+    [
+        "",
+        "GiB",
+        "-1",
+        "2 apples",
+        "0",
+        "0GiB",
+        "1e9",
+        "nan",
+        "2GiBB",
+        1.5,
+        None,
+        True,
+        "9" * 400,
+        "9" * 5000,
+        "8388608TiB",
+        "0.1",
+        1 << 63,
+    ],
 )
 def test_what_is_no_byte_size_is_refused(text: Any) -> None:
     with pytest.raises(ConfigError):
