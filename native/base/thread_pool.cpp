@@ -1,5 +1,7 @@
 #include "base/thread_pool.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <chrono>
 
@@ -167,9 +169,16 @@ void ThreadPool::work() {
 
 namespace {
 
+int32_t default_num_threads() {
+  return std::max(1, static_cast<int32_t>(std::thread::hardware_concurrency()));
+}
+
 struct Shared {
+  Shared();
+
   std::mutex mutex;
   std::shared_ptr<ThreadPool> pool;
+  int32_t num_threads = default_num_threads();  // of the next pool
 };
 
 Shared& shared() {
@@ -177,8 +186,15 @@ Shared& shared() {
   return instance;
 }
 
-int32_t default_num_threads() {
-  return std::max(1, static_cast<int32_t>(std::thread::hardware_concurrency()));
+// A fork has the pool without its threads, which nobody can join: it makes one of its own when it
+// computes, and never takes the copy down.
+void leave_pool() {
+  new std::shared_ptr<ThreadPool>(std::move(shared().pool));
+  shared().mutex.unlock();
+}
+
+Shared::Shared() {
+  pthread_atfork([] { shared().mutex.lock(); }, [] { shared().mutex.unlock(); }, &leave_pool);
 }
 
 }  // namespace
@@ -186,7 +202,7 @@ int32_t default_num_threads() {
 std::shared_ptr<ThreadPool> shared_pool() {
   Shared& state = shared();
   const std::lock_guard<std::mutex> lock(state.mutex);
-  if (!state.pool) state.pool = std::make_shared<ThreadPool>(default_num_threads());
+  if (!state.pool) state.pool = std::make_shared<ThreadPool>(state.num_threads);
   return state.pool;
 }
 
@@ -197,8 +213,10 @@ void set_num_threads(int32_t num_threads) {
                     std::to_string(num_threads));
   }
   Shared& state = shared();
-  auto fresh = std::make_shared<ThreadPool>(num_threads == 0 ? default_num_threads() : num_threads);
+  const int32_t count = num_threads == 0 ? default_num_threads() : num_threads;
+  auto fresh = std::make_shared<ThreadPool>(count);
   const std::lock_guard<std::mutex> lock(state.mutex);
+  state.num_threads = count;
   state.pool.swap(fresh);
 }
 

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/process.h"
 #include "base/record_feed.h"
 #include "bind/bind.h"
 #include "io/checksum.h"
@@ -426,8 +427,12 @@ void bind_reading(nb::module_& m) {
       "verify the checksum of each dest's first checked_bytes, if one is given.");
 
   nb::class_<io::RowReader>(m, "RowReader", "Rows of a row-major table that stays on the drive.")
-      .def(nb::init<std::string, int64_t, int64_t, int64_t, bool>(), "path"_a, "offset"_a,
-           "row_bytes"_a, "num_rows"_a = -1, "direct"_a = true)
+      .def(nb::new_([](std::string path, int64_t offset, int64_t row_bytes, int64_t num_rows,
+                       bool direct) {
+             return owned_by_this_process(
+                 new io::RowReader(std::move(path), offset, row_bytes, num_rows, direct));
+           }),
+           "path"_a, "offset"_a, "row_bytes"_a, "num_rows"_a = -1, "direct"_a = true)
       .def_prop_ro("num_rows", &io::RowReader::num_rows)
       .def_prop_ro("row_bytes", &io::RowReader::row_bytes)
       .def(

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/process.h"
 #include "store/load.h"
 
 namespace headrace::store {
@@ -56,7 +57,7 @@ void check_options(const Options& options) {
 std::shared_ptr<ExpertStore> ExpertStore::open(RecordTable table, const Options& options) {
   check_options(options);
   check_table(table);
-  return std::shared_ptr<ExpertStore>(new ExpertStore(std::move(table), options));
+  return owned_by_this_process(new ExpertStore(std::move(table), options));
 }
 
 ExpertStore::ExpertStore(RecordTable table, const Options& options)

@@ -6,6 +6,7 @@ what a front end does, a caller of `LLM` can do.
 
 import logging
 import operator
+import os
 import re
 import secrets
 import threading
@@ -100,7 +101,10 @@ class Score:
 
 
 class LLM:
-    """A model, ready to answer. Safe to call from several threads; a context manager."""
+    """A model, ready to answer. Safe to call from several threads; a context manager.
+
+    It belongs to the process that opened it: a fork has none of its reading threads.
+    """
 
     def __init__(
         self, model: str | Path = DEMO, config: EngineConfig | None = None, **options: Any
@@ -120,6 +124,7 @@ class LLM:
         self.config = make_engine_config(config, options)
         self.path = resolve_model(model)
         self._lock = threading.RLock()
+        self._process = os.getpid()
         self._closed = False
         self._said: set[str] = set()
         self._counted_at, self._counted = 0, 0  # resident bytes when huge pages were counted
@@ -288,6 +293,8 @@ class LLM:
         self, prompts: Sequence[Prompt], params: SamplingParams | None = None
     ) -> list[Completion]:
         """Answer several prompts together; each answer is what it would be alone."""
+        if isinstance(prompts, str):
+            raise RequestError(f"prompts are not a list of prompts\ngot {prompts[:100]!r}")
         streams: list[Stream] = []
         try:
             for prompt in prompts:
@@ -363,8 +370,7 @@ class LLM:
         params = resolve_sampling(
             SamplingParams(max_tokens=1, logprobs=num_top), self.generation_config
         )
-        with self._lock:
-            sequence = self._submit(ids, params, 0, score_only=True)
+        sequence = self._submit(ids, params, 0, score_only=True)
         try:
             while sequence.state is not State.FINISHED:
                 self._step_for(sequence)
@@ -379,13 +385,25 @@ class LLM:
     def _submit(
         self, ids: list[int], params: ResolvedSampling, seed: int, **options: Any
     ) -> TokenSequence:
-        if self._closed:
-            raise RequestError("the model is closed")
-        self._end_abandoned()
-        return self._loop.submit(ids, params, seed=seed, **options)
+        self._require_own_process()
+        with self._lock:
+            if self._closed:
+                raise RequestError("the model is closed")
+            self._end_abandoned()
+            return self._loop.submit(ids, params, seed=seed, **options)
+
+    def _require_own_process(self) -> None:
+        """Refuse in a fork, before a lock is taken that another thread may have held there."""
+        if os.getpid() != self._process:
+            raise RequestError(
+                f"the model was opened by process {self._process}, and a fork of it has none of "
+                "its reading threads\n"
+                "hint: open the model in the process that uses it, or start that with `spawn`"
+            )
 
     def _step_for(self, sequence: TokenSequence) -> None:
         """Step unless another caller's step has moved `sequence` in the meantime."""
+        self._require_own_process()
         seen = sequence.usage.steps
         with self._lock:
             if sequence.usage.steps == seen and sequence.state is not State.FINISHED:
@@ -410,6 +428,8 @@ class LLM:
             self._loop.cancel(self._abandoned.popleft())
 
     def _cancel(self, sequence: TokenSequence) -> None:
+        if os.getpid() != self._process:
+            return  # the copy in a fork holds nothing that anybody waits for
         with self._lock:
             self._loop.cancel(sequence)
 
@@ -418,6 +438,8 @@ class LLM:
         if isinstance(prompt, str):
             return self._checked(self.tokenizer.encode(prompt))
         try:
+            if isinstance(prompt, bytes | bytearray):  # a sequence of integers, too
+                raise TypeError(f"'{type(prompt).__name__}' object is not text")
             return self._checked([operator.index(i) for i in prompt])
         except TypeError as error:
             raise RequestError(
@@ -519,7 +541,9 @@ class LLM:
         return self._counted
 
     def close(self) -> None:
-        """Save the history and end the readers; calling twice does nothing."""
+        """Save the history and end the readers; calling twice, or in a fork, does nothing."""
+        if os.getpid() != self._process:
+            return
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -576,10 +600,9 @@ class Stream:
             pieces.append(text.push(token))
             return text.is_stopped
 
-        with llm._lock:
-            self._sequence = llm._submit(
-                ids, self._params, seed, stop_ids=llm.stop_ids(params), watch=see
-            )
+        self._sequence = llm._submit(
+            ids, self._params, seed, stop_ids=llm.stop_ids(params), watch=see
+        )
         dropped = weakref.finalize(self, llm._abandoned.append, self._sequence)
         dropped.atexit = False
 
@@ -687,7 +710,7 @@ def _expanded(model: str | Path) -> Path | None:
     try:
         path = Path(model).expanduser()
         return path if str(model) and path.exists() else None
-    except (OSError, ValueError, RuntimeError):  # too long, no path at all, the home of nobody
+    except (OSError, TypeError, ValueError, RuntimeError):  # too long, no path, nobody's home
         return None
 
 

@@ -1,9 +1,12 @@
 """The Python interface on a tiny real model: results do not depend on how it is run."""
 
 import json
+import os
 import shutil
+import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -237,15 +240,60 @@ def test_bad_requests_are_named(tiny: Path) -> None:
             llm.generate([5000])
         with pytest.raises(RequestError, match="empty"):
             llm.generate("")
-        for wrong in ([1.5], ["a"], None):
+        for wrong in ([1.5], ["a"], None, b"ok"):
             with pytest.raises(RequestError, match="neither text nor"):
                 llm.generate(wrong)  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="prompts are not a list"):
+            llm.generate_batch("three prompts?")
+        for params in ({"max_tokens": 3}, 3):
+            with pytest.raises(ConfigError, match="no SamplingParams"):
+                llm.generate("ok", params)  # type: ignore[arg-type]
         for messages in ("hello", ["hello"]):
             with pytest.raises(RequestError, match="messages are not"):
                 llm.chat(messages)  # type: ignore[arg-type]
         assert llm.generate("ok", GREEDY).finish_reason == "length"
     with pytest.raises(RequestError, match="closed"):
         llm.generate("ok")
+
+
+def test_what_is_no_model_and_no_config_is_named(tiny: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such model: None"):
+        LLM(None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"no EngineConfig\ngot \{'memory': '2GiB'\}"):
+        LLM(tiny, {"memory": "2GiB"})  # type: ignore[arg-type]
+
+
+def test_a_fork_is_refused_and_leaves_and_opens_its_own(tiny: Path) -> None:
+    with open_llm(tiny, embedding="drive") as llm:
+        expected = llm.generate(PROMPTS[0], GREEDY).ids
+
+        def child() -> None:
+            with pytest.raises(RequestError, match="opened by process"):
+                llm.generate(PROMPTS[0], GREEDY)
+            with pytest.raises(RequestError, match="opened by process"):
+                llm.score(PROMPTS[0])
+            llm.close()
+            with open_llm(tiny) as own:
+                assert own.generate(PROMPTS[0], GREEDY).ids == expected
+            # What a process takes down when it ends: objects that own threads it does not have.
+            del llm.store, llm._loop
+
+        assert in_a_fork(child) == 0
+        assert llm.generate(PROMPTS[0], GREEDY).ids == expected
+
+
+def in_a_fork(work: Callable[[], None]) -> int:
+    """Run `work` in a fork of this process; return how it ended, 0 if well."""
+    process = os.fork()
+    if process == 0:
+        signal.alarm(60)  # a hang ends, too
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(process, 0)[1]
 
 
 def test_chat_uses_the_template_or_continues_the_text(
