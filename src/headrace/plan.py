@@ -7,6 +7,8 @@ written out.
 """
 
 import math
+import mmap
+import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.checkpoint import Checkpoint
+from headrace.checkpoint import Checkpoint, GgufCheckpoint
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, MemoryBudgetError
 from headrace.experts.forecast import Forecast
@@ -29,8 +31,11 @@ from headrace.state import PAGE_TOKENS
 # with CPython 3.11, NumPy 2.4, tokenizers 0.23 on x86-64 Linux. A running process replaces it by
 # what it measures, which must not be more, or `plan` names a floor at which `run` refuses.
 INTERPRETER_BYTES = 62 << 20
-# A loaded tokenizer takes 9.8 times its file (150k entries: 13 MiB file, 127 MiB at the peak).
-TOKENIZER_FACTOR = 10
+# What a loaded tokenizer takes: 46 MiB for 152k tokens without merges, 127 MiB with as many merges,
+# 41 MiB for 49k of each rebuilt from a GGUF file. The size of its file says less: 3, 13 and 2 MiB.
+TOKEN_BYTES, MERGE_BYTES = 320, 560
+_MERGES = re.compile(rb'"merges"\s*:\s*\[\s*["\[]')
+METADATA_ITEM_BYTES = 70  # of an array in a GGUF header: 147k items took 9.5 MiB
 # What nobody counts: allocator slack, page tables of libraries, Python objects of a long answer.
 MARGIN_SHARE, MARGIN_BYTES = 0.02, 16 << 20
 THREAD_BYTES = 1 << 20  # touched stack, allocator arena
@@ -71,8 +76,9 @@ class ModelSizes:
     record_bytes: int  # of a slot
     record_read_bytes: int  # read from the drive per record
     reader_bytes: int  # scratch of one reader thread
-    tokenizer_bytes: int  # size of tokenizer.json
+    tokenizer_bytes: int  # taken by loading it, estimated
     embedding_has_rows: bool = True  # else it is in codes and cannot stay on the drive
+    metadata_bytes: int = 0  # of a parsed header, held since the checkpoint was opened
 
     @property
     def working_set_records(self) -> int:
@@ -97,7 +103,6 @@ def measure_sizes(spec: ModelSpec, checkpoint: Checkpoint, kv: str) -> ModelSize
         embedding = checkpoint.info(name).nbytes
         has_rows = checkpoint.has_rows(name)
     records = checkpoint.records
-    tokenizer = checkpoint.tokenizer_dir / "tokenizer.json"
     return ModelSizes(
         hidden_size=spec.hidden_size,
         q_size=spec.num_attention_heads * spec.head_dim,
@@ -115,9 +120,28 @@ def measure_sizes(spec: ModelSpec, checkpoint: Checkpoint, kv: str) -> ModelSize
         record_bytes=records.layout.record_bytes if records else 0,
         record_read_bytes=records.read_bytes if records else 0,
         reader_bytes=_reader_bytes(checkpoint),
-        tokenizer_bytes=tokenizer.stat().st_size if tokenizer.is_file() else 0,
+        tokenizer_bytes=tokenizer_bytes(spec, checkpoint),
         embedding_has_rows=has_rows,
+        metadata_bytes=METADATA_ITEM_BYTES * checkpoint.num_header_items,
     )
+
+
+def tokenizer_bytes(spec: ModelSpec, checkpoint: Checkpoint) -> int:
+    """Estimate what a tokenizer takes once it is loaded."""
+    if isinstance(checkpoint, GgufCheckpoint):
+        num_merges = checkpoint.num_merges
+    else:
+        has_merges = _has_merges(checkpoint.tokenizer_dir / "tokenizer.json")
+        num_merges = spec.vocab_size if has_merges else 0
+    return TOKEN_BYTES * spec.vocab_size + MERGE_BYTES * num_merges
+
+
+def _has_merges(path: Path) -> bool:
+    """Whether a tokenizer.json has merges, about as many as tokens then; it is not parsed."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return _MERGES.search(content) is not None
 
 
 def _router_growth(spec: ModelSpec, checkpoint: Checkpoint, names: set[str]) -> int:
@@ -275,7 +299,7 @@ def plan_memory(
     ceiling = config.memory if config.memory != "auto" else auto_ceiling(held_bytes or 0)
     interpreter = held_bytes
     if held_bytes is not None and not is_tokenizer_held:
-        interpreter = held_bytes + TOKENIZER_FACTOR * sizes.tokenizer_bytes
+        interpreter = held_bytes + sizes.tokenizer_bytes
     return make_plan(
         sizes,
         config,
@@ -454,7 +478,7 @@ def _fixed_parts(
 ) -> dict[str, int]:
     """The parts that do not depend on the ceiling."""
     if interpreter_bytes is None:
-        interpreter_bytes = INTERPRETER_BYTES + TOKENIZER_FACTOR * sizes.tokenizer_bytes
+        interpreter_bytes = INTERPRETER_BYTES + sizes.tokenizer_bytes + sizes.metadata_bytes
     num_readers = config.experts.num_readers if sizes.num_records else 0
     num_readers *= 1 + len(config.experts.drive)
     return {
@@ -515,8 +539,8 @@ def _check_floor(
     ]
     table = "\n".join(f"  {name:<26}{_mib(count):>14}" for name, count in lines if count)
     raise MemoryBudgetError(
-        f"memory is below the floor: granted {_mib(ceiling)}, needed {_mib(floor)}\n"
-        f"{table}\n  {'sum':<26}{_mib(floor):>14}\n"
+        f"memory is below the floor: granted {_mib(ceiling)}, needed {mib_up(floor)}\n"
+        f"{table}\n  {'sum':<26}{mib_up(floor):>14}\n"
         "hint: grant more `--memory`, or ask for a shorter `--context` or fewer sequences"
     )
 
@@ -570,6 +594,11 @@ def _notes(sizes: ModelSizes, num_slots: int) -> tuple[str, ...]:
             f"{sizes.working_set_records} records): nearly every expert is read for every token",
         )
     return ()
+
+
+def mib_up(count: int) -> str:
+    """Write what is needed at least: never less than it is."""
+    return f"{math.ceil(10 * count / (1 << 20)) / 10:.1f} MiB"
 
 
 def _mib(count: int) -> str:

@@ -406,7 +406,7 @@ def test_plan_names_no_floor_at_which_run_refuses(cli: Any, tiny: Path) -> None:
     assert floor is not None
     program = "from headrace.cli import main; main()"
     command = [sys.executable, "-c", program, "run", str(tiny), "x", "-n", "2", "--history", "off"]
-    command += ["--memory", f"{float(floor[1]) + 0.1:.1f}MiB"]
+    command += ["--memory", f"{floor[1]}MiB"]
     done = subprocess.run(command, capture_output=True, check=False, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, MemoryBudgetError
-from headrace.plan import MemoryPlan, ModelSizes, auto_ceiling, make_plan, work_bytes
+from headrace.plan import MemoryPlan, ModelSizes, auto_ceiling, make_plan, mib_up, work_bytes
 
 MIB = 1 << 20
 
@@ -30,7 +30,7 @@ BIG = ModelSizes(
     record_bytes=2654208,
     record_read_bytes=2654208,
     reader_bytes=0,
-    tokenizer_bytes=7 * MIB,
+    tokenizer_bytes=70 * MIB,
 )
 DENSE = replace(
     BIG, num_moe_layers=0, num_experts_per_tok=0, num_records=0, record_bytes=0,
@@ -188,3 +188,8 @@ def test_an_embedding_in_codes_is_always_resident() -> None:
     assert floors[1] >= floors[0] + BIG.embedding_bytes
     with pytest.raises(ConfigError, match="`embedding` cannot be `drive`"):
         plan(2048 * MIB, packed, embedding="drive")
+
+
+def test_what_is_needed_is_never_written_as_less() -> None:
+    assert mib_up(10 * MIB) == "10.0 MiB"
+    assert mib_up(10 * MIB + 1) == "10.1 MiB"

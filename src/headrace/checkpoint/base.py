@@ -155,6 +155,9 @@ class Checkpoint(ABC):
     """Dense tensors of layers beyond the main model, which predict further tokens."""
     mtp_records: RecordTable | None
 
+    num_header_items: int = 0
+    """Values in arrays of a parsed header, each a Python object."""
+
     @property
     def tokenizer_dir(self) -> Path:
         """The directory that holds tokenizer and chat template."""

@@ -85,6 +85,8 @@ class GgufCheckpoint(Checkpoint):
         """
         self.path = path
         self.header = read_model(path)
+        arrays = (v for v in self.header.metadata.values() if isinstance(v, list))
+        self.num_header_items = sum(map(len, arrays))
         self.config = config_from_metadata(self.header)
         self.generation_config = {"eos_token_id": self.config["eos_token_id"]}
         self.architecture = ARCHITECTURES[self.config["model_type"]]
@@ -106,6 +108,12 @@ class GgufCheckpoint(Checkpoint):
     def has_experts(self) -> bool:
         """Whether the model has routed experts."""
         return self.architecture.has_experts
+
+    @property
+    def num_merges(self) -> int:
+        """Merges of the tokenizer; one that has scores makes about as many as it has tokens."""
+        metadata = self.header.metadata
+        return len(metadata.get("tokenizer.ggml.merges") or metadata["tokenizer.ggml.tokens"])
 
     def tokenizer_json(self) -> str:
         """The vocabulary and merges as the text of a `tokenizer.json`."""

@@ -115,7 +115,9 @@ def print_plan(plan: "MemoryPlan", name: str, drive_bytes_per_s: float | None) -
 
 
 def _plan_lines(plan: "MemoryPlan", drive_bytes_per_s: float | None) -> list[str]:
-    lines = [f"floor {format_bytes(plan.floor_bytes)}, context {plan.context} tokens"]
+    from headrace.plan import mib_up
+
+    lines = [f"floor {mib_up(plan.floor_bytes)}, context {plan.context} tokens"]
     if not plan.num_records:
         return lines
     share = 100 * plan.num_slots / plan.num_records
