@@ -295,6 +295,8 @@ def _divide(
         if rounds * sum(_window_bytes(s, record_bytes, num_bytes) for s in settings) <= budget:
             return num_bytes, rounds
     least = sum(_window_bytes(s, record_bytes, 0) for s in settings)
+    if least <= budget:  # many readers need more than an equal part
+        return ALIGNMENT, 1
     raise ConfigError(
         f"too little to read: {target.path}\n"
         f"expected {format_bytes(least)} for one window of each of {len(settings)} settings, each "

@@ -145,6 +145,15 @@ def test_no_more_is_read_than_allowed(file: Path) -> None:
     assert any("no more to read" in note for note in report.notes)
 
 
+def test_the_least_that_many_readers_take_is_enough(file: Path) -> None:
+    with open_target(file, RECORD, 1 << 40, lambda *_: None, seed=0) as target:
+        report = measure_curve(
+            target, sizes=[RECORD], readers=[1, 16], num_windows=1, max_read_bytes=42 * RECORD
+        )
+    assert report.num_windows == 1
+    assert report.bytes_read <= 42 * RECORD
+
+
 def test_too_little_to_read_is_refused_with_the_sum(cli: Any, tmp_path: Path) -> None:
     (tmp_path / "small").write_bytes(bytes(10 * RECORD))
     status, out, err = cli("bench", "disk", tmp_path / "small", *FEW)
