@@ -116,7 +116,8 @@ class Receipt:
 def _drive_text(drive: dict[str, Any]) -> str:
     text = f"{drive['path']} {format_bytes(drive['bytes_read'])} ({100 * drive['share']:.0f} %)"
     if drive["failed_copies"]:
-        text += f", {drive['failed_copies']} copies failed"
+        word = "copy" if drive["failed_copies"] == 1 else "copies"
+        text += f", {drive['failed_copies']} {word} failed"
     return text + (", given up" if drive["is_given_up"] else "")
 
 

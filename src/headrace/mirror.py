@@ -83,8 +83,12 @@ class MirrorPlan:
 
     @property
     def bytes_per_s_together(self) -> float:
-        """What both drives give at best: no more than reads outside the mirror leave."""
+        """What both drives give at best: no more than reads outside the mirror leave, and one
+        drive's rate where both folders are on it.
+        """
         first, second = self.bytes_per_s
+        if self.is_same_drive:
+            return first
         own = 1 - self.reached_share
         return first + second if own <= 0 else min(first + second, first / own)
 
@@ -418,8 +422,8 @@ def verify_mirror(
             try:
                 read_record(table, layer, expert, data, (path, copies[expert]))
                 good += 1
-            except CheckpointError as error:
-                problems.append(str(error))
+            except CheckpointError as error:  # its hint is for the model's own records
+                problems.append(str(error).partition("\nhint:")[0])
             seen += 1
             progress(path.name, seen * data.nbytes, total * data.nbytes)
     return MirrorCheck(good, total - seen, tuple(problems))
@@ -442,5 +446,5 @@ def describe_plan(plan: MirrorPlan) -> list[str]:
     if plan.is_resumed:
         lines.append("an earlier choice was not finished: it is gone on with")
     if plan.is_same_drive:
-        lines.append("note: both folders lie on one filesystem: a mirror there gains nothing")
+        lines.append("note: both folders lie on one drive: a mirror there gains nothing")
     return lines

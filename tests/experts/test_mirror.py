@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,6 +130,7 @@ def test_verify_names_what_is_damaged_or_missing(model: Path, tmp_path: Path) ->
     check = verify_mirror(model, folder)
     assert not check.is_good and check.num_good == 5
     assert f"layers.0.experts.{plan.layers[0][-1]}" in check.problems[0]
+    assert "hint" not in check.problems[0]  # that of a model's own record would mislead
     path.unlink()
     assert verify_mirror(model, folder).num_missing == 2
 
@@ -225,3 +227,9 @@ def test_a_run_reads_from_the_mirror(model: Path, tmp_path: Path) -> None:
     assert one.receipt.drives == ()
     assert [drive["path"] for drive in two.receipt.drives] == [str(model), str(tmp_path / "mirror")]
     assert str(tmp_path / "mirror") in "\n".join(two.receipt.lines())
+
+
+def test_one_drive_gives_no_more_for_holding_both_folders(model: Path, tmp_path: Path) -> None:
+    plan = planned(model, tmp_path / "mirror")
+    assert plan.is_same_drive and plan.bytes_per_s_together == RATES[0]
+    assert replace(plan, is_same_drive=False).bytes_per_s_together > RATES[0]

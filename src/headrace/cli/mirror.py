@@ -117,7 +117,8 @@ def verify(model: _Model, drive: _Drive, as_json: Json = False) -> int:
             print(problem)
         print(f"{check.num_good} records good, {check.num_missing} missing")
         if not check.is_good:
-            print("hint: remove the files named, and run `headrace mirror stage` again")
+            remove = "remove the files named, and " if check.problems else ""
+            print(f"hint: {remove}run `headrace mirror stage` again")
     return 0 if check.is_good else 1
 
 
