@@ -107,7 +107,8 @@ FIXTURES_BY_NAME = {
             "sliding_window": None,
             "tie_word_embeddings": False,
             "use_sliding_window": False,
-        }
+        },
+        {"window": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}},
     ),
     "qwen3_moe": Fixture(
         {
@@ -146,6 +147,7 @@ FIXTURES_BY_NAME = {
                 }
             },
             "unnormed": {"norm_topk_prob": False},
+            "window": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
         },
     ),
     "olmoe": Fixture(
@@ -191,7 +193,8 @@ FIXTURES_BY_NAME = {
             "router_aux_loss_coef": 0.02,
             "sliding_window": None,
             "tie_word_embeddings": False,
-        }
+        },
+        {"window": {"sliding_window": 7}},
     ),
 }
 

@@ -238,6 +238,7 @@ def test_rows_that_are_no_multiple_of_32_are_named(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"norm_topk_prob": False}, "not divided by their sum"),
+        ({"use_sliding_window": True, "sliding_window": 8}, "with sliding windows"),
         ({"mlp_only_layers": [1]}, "dense layers between"),
         (
             {

@@ -68,6 +68,9 @@ def test_harmless_fields_are_accepted() -> None:
     assert load_spec(changed("llama", **harmless)) == load_spec(changed("llama"))
 
 
+SLIDING = {"use_sliding_window": True, "sliding_window": 8}
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -75,9 +78,14 @@ def test_harmless_fields_are_accepted() -> None:
         ("llama", {"hidden_act": "gelu"}, "`hidden_act: 'gelu'`"),
         ("qwen3", {"attention_bias": True}, "`attention_bias: True`"),
         ("llama", {"mlp_bias": True}, "`mlp_bias: True`"),
-        ("mixtral", {"sliding_window": 64}, "`sliding_window: 64`"),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 8}, "`sliding_window: 8`"),
+        ("llama", {"sliding_window": 64}, "`sliding_window: 64`.*`llama`\nexpected None"),
+        ("olmoe", {"sliding_window": 64}, "`sliding_window: 64`.*`olmoe`\nexpected None"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("qwen3", {**SLIDING, "layer_types": ["full_attention"]}, "layer_types.*\nexpected.* 2 "),
+        ("qwen3", {**SLIDING, "layer_types": ["chunked_attention"] * 2}, "layer_types"),
+        ("qwen3", {**SLIDING, "layer_types": 7}, "layer_types: 7`"),
+        ("mixtral", {"sliding_window": 8, "layer_types": ["full_attention"] * 2}, "layer_types"),
+        ("qwen3_moe", {**SLIDING}, "`max_window_layers: 3`.*\nexpected 0"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
@@ -112,6 +120,8 @@ def test_what_no_model_computes_is_refused_by_name(
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "slope": 1}}, "`slope`"),
         ("olmoe", {"num_experts_per_tok": 9}, "exceeds the number of experts"),
         ("olmoe", {"norm_topk_prob": None}, "`norm_topk_prob` is missing"),
+        ("mixtral", {"sliding_window": 0}, "`sliding_window` must be an integer of at least 1"),
+        ("qwen3", {**SLIDING, "max_window_layers": -1}, "`max_window_layers` must be"),
         ("qwen3_moe", {"num_local_experts": 4}, "mean the same and disagree"),
         ("qwen3", {"rope_parameters": {"rope_theta": 5.0}}, "disagree"),
     ],
@@ -164,6 +174,29 @@ def test_no_junk_in_a_field_goes_unnamed(name: str) -> None:
             except EngineError:
                 num_refused += 1
     assert num_refused > 300
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "windows"),
+    [
+        ("mixtral", {"sliding_window": 8}, (8, 8)),
+        ("mixtral", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2}, (8, 8)),
+        ("mixtral", {"sliding_window": 8, "use_sliding_window": False}, ()),
+        ("qwen3", {**SLIDING, "max_window_layers": 0}, (8, 8)),
+        ("qwen3", {**SLIDING, "max_window_layers": 1}, (None, 8)),
+        ("qwen3", {**SLIDING, "max_window_layers": 2}, ()),
+        ("qwen3", {**SLIDING, "max_window_layers": None}, ()),
+        ("qwen3", {**SLIDING, "layer_types": ["sliding_attention", "full_attention"]}, (8, None)),
+        ("qwen3", {"sliding_window": 8, "use_sliding_window": None}, ()),
+        ("qwen3_moe", {**SLIDING, "max_window_layers": 0}, (8, 8, 8)),
+        ("qwen3_moe", {**SLIDING, "max_window_layers": None}, (8, 8, 8)),
+        ("qwen3_moe", {**SLIDING, "use_sliding_window": None}, ()),
+    ],
+)
+def test_layers_have_the_windows_that_transformers_gives_them(
+    name: str, changes: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    assert load_spec(changed(name, **changes)).windows == windows
 
 
 def test_a_window_as_long_as_the_context_cuts_nothing() -> None:

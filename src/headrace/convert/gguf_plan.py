@@ -306,6 +306,7 @@ def _require_computable(spec: ModelSpec, path: Path) -> None:
         ),
         "experts' weights divided by their sum": is_olmoe and spec.norm_topk_prob,
         "`clip_qkv`": spec.clip_qkv is not None,
+        "sliding windows": bool(spec.windows),
         "an embedding tied to the head": is_olmoe and spec.tie_word_embeddings,
         "grouped keys and values": (
             is_olmoe and spec.num_key_value_heads != spec.num_attention_heads

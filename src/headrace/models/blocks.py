@@ -114,6 +114,7 @@ class Attention:
     def __init__(self, spec: ModelSpec, weights: Weights, layer: int) -> None:
         self.layer = layer
         self.scale = spec.head_dim**-0.5
+        self.window = spec.window(layer)
         self.qkv_proj = tuple(
             weights.matrix(role, layer) for role in ("q_proj", "k_proj", "v_proj")
         )
@@ -136,7 +137,7 @@ class Attention:
         q_norm, k_norm = self.head_norms
         out = ops.rotary_attention(
             q, k, v, angles, kv, self.layer, rows, self.scale,
-            q_norm=q_norm, k_norm=k_norm, eps=norm.eps,
+            q_norm=q_norm, k_norm=k_norm, eps=norm.eps, window=self.window,
         )  # [T, H·Dh]  # fmt: skip
         return ops.linear_add(out, self.o_proj, x)
 

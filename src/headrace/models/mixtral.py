@@ -12,7 +12,7 @@ from headrace.models import names
 from headrace.models.blocks import Attention, MoE
 from headrace.models.decoder import Decoder, LayerBlocks
 from headrace.models.fields import ConfigFields
-from headrace.models.spec import ModelSpec, read_common
+from headrace.models.spec import ModelSpec, read_common, read_windows
 
 
 class Mixtral(Decoder):
@@ -23,7 +23,7 @@ class Mixtral(Decoder):
     @classmethod
     def read_spec(cls, fields: ConfigFields) -> ModelSpec:
         """Read the mixture's fields; `intermediate_size` is the width of an expert."""
-        spec = read_common(fields)
+        spec = read_common(fields, read_windows(fields, by_default=True))
         return replace(
             spec,
             num_experts=fields.integer("num_local_experts", "num_experts"),

@@ -12,7 +12,7 @@ from headrace.models import names
 from headrace.models.blocks import DenseFFN, HeadNormAttention
 from headrace.models.decoder import Decoder, LayerBlocks
 from headrace.models.fields import ConfigFields
-from headrace.models.spec import ModelSpec, read_common
+from headrace.models.spec import ModelSpec, read_common, read_windows
 
 
 class Qwen3(Decoder):
@@ -23,7 +23,10 @@ class Qwen3(Decoder):
     @classmethod
     def read_spec(cls, fields: ConfigFields) -> ModelSpec:
         """Read the dense FFN's width beside the common fields."""
-        spec = read_common(fields)
+        # The number is the one that transformers takes where the config is silent.
+        first = fields.integer("max_window_layers", default=28, least=0)
+        windows = read_windows(fields, by_default=False, first=first, by_layer=True)
+        spec = read_common(fields, windows)
         return replace(spec, intermediate_size=fields.integer("intermediate_size"))
 
     @classmethod

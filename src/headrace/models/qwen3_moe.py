@@ -13,7 +13,7 @@ from headrace.models import names
 from headrace.models.blocks import DenseFFN, HeadNormAttention, MoE
 from headrace.models.decoder import Decoder, LayerBlocks
 from headrace.models.fields import ConfigFields
-from headrace.models.spec import ModelSpec, read_common
+from headrace.models.spec import ModelSpec, read_common, read_windows
 
 
 class Qwen3Moe(Decoder):
@@ -24,7 +24,11 @@ class Qwen3Moe(Decoder):
     @classmethod
     def read_spec(cls, fields: ConfigFields) -> ModelSpec:
         """Read the mixture's fields and which layers are mixtures."""
-        spec = read_common(fields)
+        windows = read_windows(fields, by_default=False)
+        spec = read_common(fields, windows)
+        if windows:  # releases of transformers differ: all layers, or those from this one on
+            fields.require("max_window_layers", 0)
+        fields.value("max_window_layers", default=None)
         # Stated by the Coder releases only.
         fields.require("use_qk_norm", True)
         fields.require("shared_expert_intermediate_size", 0)
