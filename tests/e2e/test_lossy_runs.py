@@ -60,6 +60,17 @@ def test_a_mode_that_changes_something_says_how_much_and_asks_less(
     assert "lossy" in got.receipt.lines()[-1]
 
 
+@pytest.mark.parametrize("mode", [{"drop_cold": 1.0}, {"cache_aware_routing": 100.0}], ids=str)
+def test_a_check_sees_what_the_slots_before_it_cost(tiny: Path, mode: dict[str, Any]) -> None:
+    """The exact step of a check reads the experts that the rules are about to leave out."""
+    with LLM(tiny, memory="1GiB", experts=OFF, lossy_check_every=1, **mode) as llm:
+        assert llm.store is not None
+        llm.store.resize(llm.plan.working_set_records + 1)  # all that an exact step reads
+        lossy = llm.generate("ok then", GREEDY).receipt.lossy
+    assert lossy is not None and lossy["checked_tokens"] == 23
+    assert lossy["mean_kl"] > 1e-6
+
+
 def test_checks_leave_nothing_in_the_lossy_stream(tiny: Path) -> None:
     """However often it is checked, the lossy answer is the same to the bit."""
     often = answer(tiny, expert_top_k=1, lossy_check_every=1)

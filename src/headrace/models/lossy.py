@@ -2,13 +2,15 @@
 
 Only steps that decode are touched: a prompt is computed exactly. One step in N is computed exactly
 first, on the same state; then the lossy step writes its own keys and values over those of the exact
-one, so that it is the lossy stream that goes on, and nothing of the exact one is left in it. With
-every rule off the model is the exact one, byte for byte.
+one, so that it is the lossy stream that goes on, and nothing of the exact one is left in it. The lossy
+step then chooses by the slots as they were before the exact one, which read what the rules leave out:
+else a check would never see what `drop_cold` and `cache_aware_routing` cost. With every rule off the
+model is the exact one, byte for byte.
 """
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -111,7 +113,7 @@ class LossyMoE(MoE):
         )
         probabilities = np.empty_like(all_weights)
         np.put_along_axis(probabilities, all_ids, all_weights, axis=1)
-        held = experts.held(self.layer)
+        held = self._switch.held(self.layer, experts)
         chosen = select(probabilities, held, self.top_k, self._switch.rules)
         out = np.empty_like(x)
         for rows in _of_equal_length(chosen):
@@ -147,6 +149,17 @@ class Switch:
 
     rules: Rules
     is_on: bool = False
+    layers: list[int] = field(default_factory=list)  # of the mixtures
+    noted: dict[int, npt.NDArray[np.bool_]] = field(default_factory=dict)
+
+    def note_held(self, experts: ExpertStore) -> None:
+        """Keep what is in slots now for the next lossy step."""
+        self.noted = {layer: experts.held(layer) for layer in self.layers}
+
+    def held(self, layer: int, experts: ExpertStore) -> npt.NDArray[np.bool_]:
+        """Which experts of a layer are in a slot, or were when that was noted: [E]."""
+        noted = self.noted.get(layer)
+        return experts.held(layer) if noted is None else noted
 
 
 class ExactModel(Protocol):
@@ -200,12 +213,15 @@ class LossyModel:
             return self._model(ids, rows, kv, experts, logits_rows)
         is_checked = self._num_steps % self._check_every == 0
         self._num_steps += 1
+        if is_checked and experts is not None:
+            self._switch.note_held(experts)
         exact = self._model(ids, rows, kv, experts, logits_rows).copy() if is_checked else None
         self._switch.is_on = True
         try:
             logits = self._model(ids, rows, kv, experts, logits_rows)
         finally:
             self._switch.is_on = False
+            self._switch.noted = {}
         if exact is not None:
             self._judge(exact, logits)
         return logits
@@ -269,5 +285,6 @@ def make_lossy(model: Decoder, config: EngineConfig) -> LossyModel | None:
     switch = Switch(rules)
     for layer in model.layers:
         if isinstance(layer.ffn, MoE):
+            switch.layers.append(layer.ffn.layer)
             layer.ffn = LossyMoE(layer.ffn, spec.num_experts, switch)
     return LossyModel(model, switch, check_every=config.lossy_check_every, max_kl=config.max_kl)
