@@ -5,9 +5,9 @@
 The first table has a line per packed format: bytes of a weight in memory, and the speed of a
 product of one row with a cold matrix on one thread beside a plain read of the same memory. The
 second has a line per foreign type, GGUF's and those of Hugging Face checkpoints: bytes of a weight
-in the file, what it becomes, and the speed of repacking on one thread, in bytes of the file
-read from memory. Both are medians of several samples. Prints machine, commit and the time the host
-stole: above 5 % a run is void.
+in the file, what it becomes, and the speed of repacking on one thread into memory that is there
+already, as slots are, in bytes of the file read from memory. Both are medians of several samples.
+Prints machine, commit and the time the host stole: above 5 % a run is void.
 """
 
 import argparse
@@ -134,24 +134,26 @@ def foreign_rows(working_set: int, repeat: int) -> Iterator[ForeignRow]:
             ]
         )
 
+        packed = _core.aligned_empty(_core.packed_bytes(format, INNER, HIDDEN, group))
+
         def repack(
             source: Iterator[np.ndarray] = sources,
             number: int = number,
             format: str = format,
             group: int = group,
+            packed: np.ndarray = packed,
         ) -> None:
-            _core.repack_gguf(next(source), number, HIDDEN, format, group)
+            _core.repack_gguf(next(source), number, HIDDEN, format, group, packed)
 
         repack()
         seconds = median(sample_seconds(repack) for _ in range(repeat))
-        packed = memory_bytes(format, group)
         yield ForeignRow(
             name,
             nbytes / values,
             name_of(format, group),
-            packed,
+            memory_bytes(format, group),
             pattern.size / seconds,
-            packed * INNER * HIDDEN / seconds,
+            packed.size / seconds,
         )
 
 
@@ -168,6 +170,8 @@ def coded_rows(working_set: int, repeat: int) -> Iterator[ForeignRow]:
         names = [(0, kind, scales, "none", shared, 1) for kind, scales, shared, _ in tensors]
         ends = np.cumsum(sizes)
 
+        packed = _core.aligned_empty(_core.packed_bytes(format, INNER, HIDDEN, group))
+
         def repack(
             starts: Iterator[int] = starts,
             memory: np.ndarray = memory,
@@ -175,21 +179,22 @@ def coded_rows(working_set: int, repeat: int) -> Iterator[ForeignRow]:
             group: int = group,
             names: list[tuple[int, str, str, str, int, int]] = names,
             ends: np.ndarray = ends,
+            packed: np.ndarray = packed,
         ) -> None:
             start = next(starts)
             parts = np.split(memory[start : start + int(ends[-1])], ends[:-1])
-            _core.repack_coded(list(zip(names, parts, strict=True)), format, INNER, HIDDEN, group)
+            described = list(zip(names, parts, strict=True))
+            _core.repack_coded(described, format, INNER, HIDDEN, group, packed)
 
         repack()
         seconds = median(sample_seconds(repack) for _ in range(repeat))
-        packed = memory_bytes(format, group)
         yield ForeignRow(
             name,
             pattern.size / (INNER * HIDDEN),
             name_of(format, group),
-            packed,
+            memory_bytes(format, group),
             pattern.size / seconds,
-            packed * INNER * HIDDEN / seconds,
+            packed.size / seconds,
         )
 
 

@@ -8,7 +8,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -21,6 +20,7 @@
 #include "base/array_pool.h"
 #include "base/cpu.h"
 #include "base/error.h"
+#include "base/first_index.h"
 #include "base/record_feed.h"
 #include "base/thread_pool.h"
 #include "bind/arrays.h"
@@ -188,9 +188,10 @@ NumpyArray<uint8_t> pack_code_arrays(const AnyArray& codes, const AnyArray& scal
 }
 
 // Rows of GGUF blocks, packed: reader threads do the same for experts.
-NumpyArray<uint8_t> repack_gguf_rows(
+void repack_gguf_rows(
     const nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& rows,
     int32_t type_id, int64_t num_cols, const std::string& format_name, int64_t group,
+    const nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& packed,
     const std::string& name) {
   const GgufType& type = gguf_type(type_id);
   const Format format = parse_format(format_name);
@@ -203,10 +204,14 @@ NumpyArray<uint8_t> repack_gguf_rows(
     throw_shape("repack_gguf: expected rows of " + std::to_string(row_bytes) + " bytes, got " +
                 std::to_string(rows.shape(1)));
   }
-  NumpyArray<uint8_t> packed = aligned_empty(packed_bytes(format, num_rows, cols, g));
+  const int64_t size = packed_bytes(format, num_rows, cols, g);
+  if (static_cast<int64_t>(packed.size()) != size) {
+    throw_shape("repack_gguf: expected " + std::to_string(size) + " bytes to fill, got " +
+                std::to_string(packed.size()));
+  }
   const auto* source = reinterpret_cast<const std::byte*>(rows.data());
   auto* dest = reinterpret_cast<std::byte*>(packed.data());
-  std::atomic<int64_t> first_bad{INT64_MAX};
+  FirstIndex first_bad;
   {
     nb::gil_scoped_release release;
     shared_pool()->run(num_blocks(num_rows), [&](int64_t block) {
@@ -215,20 +220,15 @@ NumpyArray<uint8_t> repack_gguf_rows(
           static_cast<int32_t>(std::min<int64_t>(kBlockOutputs, num_rows - first));
       const int64_t bad = repack_gguf(source + first * row_bytes, type, count, cols, format, g,
                                       dest + block * block_bytes(format, cols, g));
-      if (bad < 0) return;
-      int64_t seen = first_bad.load();
-      while (first * cols + bad < seen &&
-             !first_bad.compare_exchange_weak(seen, first * cols + bad)) {
-      }
+      if (bad >= 0) first_bad.report(first * cols + bad);
     });
   }
-  if (const int64_t bad = first_bad.load(); bad != INT64_MAX) {
+  if (const int64_t bad = first_bad.get(); bad != FirstIndex::kNone) {
     throw Error(ErrorKind::Checkpoint, "weight is not finite: tensor " + name + ", index [" +
                                            std::to_string(bad / cols) + ", " +
                                            std::to_string(bad % cols) +
                                            "]\nexpected finite scales only, got a NaN or infinity");
   }
-  return packed;
 }
 
 void bind_matrices(nb::module_& m) {
@@ -259,7 +259,7 @@ void bind_matrices(nb::module_& m) {
   m.def("pack_codes", pack_code_arrays, "codes"_a, "scales"_a, "minimums"_a.none(), "format"_a,
         "group"_a, "name"_a = "");
   m.def("repack_gguf", repack_gguf_rows, "rows"_a.noconvert(), "type"_a, "cols"_a, "format"_a,
-        "group"_a, "name"_a = "");
+        "group"_a, "packed"_a.noconvert(), "name"_a = "");
   m.def("unpack", unpack_matrix, "matrix"_a);
   m.def("aligned_empty", aligned_empty, "num_bytes"_a);
 }

@@ -241,14 +241,21 @@ CodedTensor to_coded(const CodedTuple& from) {
           zero_offset};
 }
 
+std::byte* checked_dest(const ByteArray& packed, int64_t size, const char* op) {
+  if (static_cast<int64_t>(packed.size()) != size) {
+    throw Error(ErrorKind::Shape, std::string(op) + ": expected " + std::to_string(size) +
+                                      " bytes to fill, got " + std::to_string(packed.size()));
+  }
+  return reinterpret_cast<std::byte*>(packed.data());
+}
+
 // A matrix packed on the calling thread from its tensors' bytes: what reader threads do.
-nb::ndarray<nb::numpy, uint8_t> repack_coded(
-    const std::vector<std::pair<CodedTuple, ConstByteArray>>& tensors, const std::string& format,
-    int32_t rows, int32_t cols, int32_t group, float factor) {
+void repack_coded(const std::vector<std::pair<CodedTuple, ConstByteArray>>& tensors,
+                  const std::string& format, int32_t rows, int32_t cols, int32_t group,
+                  const ByteArray& packed, float factor) {
   const ExpertMatrix matrix{parse_format(format), rows, cols, group, 0};
   const int64_t size = packed_bytes(matrix.format, rows, cols, checked_group(matrix.format, group));
-  std::vector<uint8_t> packed(static_cast<size_t>(size));
-  auto* dest = reinterpret_cast<std::byte*>(packed.data());
+  std::byte* const dest = checked_dest(packed, size, "repack_coded");
   for (const auto& [tuple, bytes] : tensors) {
     const CodedTensor tensor = to_coded(tuple);
     const CodedRows stored = coded_rows(tensor, matrix);
@@ -265,11 +272,10 @@ nb::ndarray<nb::numpy, uint8_t> repack_coded(
     }
   }
   finish_coded(matrix, dest);
-  return to_numpy(std::move(packed), {static_cast<size_t>(size)});
 }
 
-nb::ndarray<nb::numpy, uint8_t> repack_rows(const ConstByteArray& source, const std::string& format,
-                                            int32_t rows, int32_t cols) {
+void repack_rows(const ConstByteArray& source, const std::string& format, int32_t rows,
+                 int32_t cols, const ByteArray& packed) {
   const Format dtype = parse_format(format);
   const int64_t row_bytes = has_groups(dtype) || rows < 1 || cols < 1
                                 ? -1
@@ -278,14 +284,12 @@ nb::ndarray<nb::numpy, uint8_t> repack_rows(const ConstByteArray& source, const 
     throw Error(ErrorKind::Shape, "repack_rows: expected rows of a floating format, got " +
                                       std::to_string(source.size()) + " bytes of " + format);
   }
-  std::vector<uint8_t> packed(static_cast<size_t>(packed_bytes(dtype, rows, cols, 1)));
-  const int64_t bad = interleave_rows(reinterpret_cast<const std::byte*>(source.data()), dtype,
-                                      rows, cols, reinterpret_cast<std::byte*>(packed.data()));
+  std::byte* const dest = checked_dest(packed, packed_bytes(dtype, rows, cols, 1), "repack_rows");
+  const int64_t bad =
+      interleave_rows(reinterpret_cast<const std::byte*>(source.data()), dtype, rows, cols, dest);
   if (bad >= 0) {
     throw Error(ErrorKind::Checkpoint, "weight is not finite: value " + std::to_string(bad));
   }
-  const size_t size = packed.size();
-  return to_numpy(std::move(packed), {size});
 }
 
 store::RowSource gate_up_source(const CodedTensor& tensor, int32_t number,
@@ -545,10 +549,11 @@ void bind_lease(nb::module_& m) {
 
 void bind_expert_store(nb::module_& m) {
   m.def("repack_rows", &repack_rows, "source"_a, "format"_a, "rows"_a, "cols"_a,
+        "packed"_a.noconvert(),
         "Rows of floating values, packed as a reader of records in place does.");
   m.def("repack_coded", &repack_coded, "tensors"_a, "format"_a, "rows"_a, "cols"_a, "group"_a,
-        "factor"_a = 1.0f,
-        "A packed matrix from (description, bytes) of the tensors that it is stored as.");
+        "packed"_a.noconvert(), "factor"_a = 1.0f,
+        "Fill a packed matrix from (description, bytes) of the tensors that it is stored as.");
   nb::class_<ExpertStore, RecordSource>(m, "ExpertStore", "The owner of every expert byte.")
       .def(
           nb::new_([](std::vector<std::string> files, std::vector<int32_t> layers,

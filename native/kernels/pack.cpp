@@ -1,12 +1,12 @@
 #include "kernels/pack.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <vector>
 
 #include "base/error.h"
+#include "base/first_index.h"
 #include "kernels/place.h"
 #include "kernels/small_float.h"
 
@@ -168,22 +168,6 @@ void place_group(Format format, int32_t group, int32_t output, const GroupCodes&
     std::memcpy(scales + output * 2, &codes.scale, 2);
   }
 }
-
-// The least index reported, whichever thread saw it.
-class FirstIndex {
- public:
-  static constexpr int64_t kNone = INT64_MAX;
-
-  void report(int64_t index) {
-    int64_t seen = index_.load();
-    while (index < seen && !index_.compare_exchange_weak(seen, index)) {
-    }
-  }
-  int64_t get() const { return index_.load(); }
-
- private:
-  std::atomic<int64_t> index_{kNone};
-};
 
 std::string place_of(const std::string& name, int64_t row, int64_t column) {
   return "tensor " + (name.empty() ? "(unnamed)" : name) + ", index [" + std::to_string(row) +

@@ -261,9 +261,7 @@ void ExpertStore::Load::pack(int32_t part, int32_t first, int32_t count, std::by
 
 void ExpertStore::Load::note_bad_value(int32_t part, int64_t index) {
   for (int32_t before = 0; before < part; ++before) index += num_values(source(before));
-  int64_t seen = first_bad_.load();
-  while (index < seen && !first_bad_.compare_exchange_weak(seen, index)) {
-  }
+  first_bad_.report(index);
 }
 
 void ExpertStore::Load::finish_matrices() {
@@ -373,8 +371,8 @@ std::string ExpertStore::Load::read_error(const io::ReadFailure& failure, int32_
 }
 
 std::string ExpertStore::Load::value_error() const {
-  int64_t index = first_bad_.load();
-  if (index == INT64_MAX) return "";
+  int64_t index = first_bad_.get();
+  if (index == FirstIndex::kNone) return "";
   int32_t part = 0;
   while (index >= num_values(source(part))) index -= num_values(source(part++));
   const RowSource& from = source(part);

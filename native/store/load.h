@@ -2,7 +2,6 @@
 // row-major matrices, the checksum, and the words for what went wrong.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -10,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "base/first_index.h"
 #include "io/fault.h"
 #include "io/read_pool.h"
 #include "store/expert_store.h"
@@ -101,7 +101,7 @@ class ExpertStore::Load {
   bool is_joined_ = false;
   // First value that could not be taken, all of the record's tensors taken as one run of values,
   // whichever thread saw it; read after the last block.
-  std::atomic<int64_t> first_bad_{INT64_MAX};
+  FirstIndex first_bad_;
 };
 
 class ExpertStore::Load::Share final : public DriveJob {

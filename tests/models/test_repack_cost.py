@@ -51,10 +51,13 @@ def test_rows_are_packed_as_pack_does(format: str) -> None:
     else:
         plain = values.astype(np.float16 if format == "f16" else np.float32)
     data = np.ascontiguousarray(plain).view(np.uint8).reshape(-1)
-    packed = _core.repack_rows(data, format, 37, 24)
+    packed = _core.aligned_empty(_core.packed_bytes(format, 37, 24, 1))
+    _core.repack_rows(data, format, 37, 24, packed)
     np.testing.assert_array_equal(packed, _core.pack(plain, format, 1))
     with pytest.raises(ShapeError, match="rows of a floating format"):
-        _core.repack_rows(data[:-1], format, 37, 24)
+        _core.repack_rows(data[:-1], format, 37, 24, packed)
+    with pytest.raises(ShapeError, match=f"expected {packed.size} bytes to fill"):
+        _core.repack_rows(data, format, 37, 24, packed[1:])
 
 
 def test_the_plan_says_it(cli: Any, tmp_path: Path) -> None:

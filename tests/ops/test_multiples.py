@@ -9,7 +9,7 @@ import pytest
 from headrace import _core, ops, quant
 from headrace.checkpoint.gguf_blocks import QUANTISED, block_codes, blocks_of_packed
 from headrace.checkpoint.gguf_header import BLOCK_TYPES
-from headrace.errors import CheckpointError, ConfigError
+from headrace.errors import CheckpointError, ConfigError, ShapeError
 from headrace.ops import reference
 
 from .conftest import MULTIPLES, assert_same_bits
@@ -44,7 +44,8 @@ def random_blocks(rng: np.random.Generator, format: str, shape: tuple[int, int])
 
 def repacked(blocks: np.ndarray, format: str, into: str, cols: int) -> _core.Matrix:
     group = quant.MULTIPLES[format].group
-    packed = _core.repack_gguf(blocks, TYPE_IDS[TYPES[format][0]], cols, into, group)
+    packed = _core.aligned_empty(_core.packed_bytes(into, len(blocks), cols, group))
+    _core.repack_gguf(blocks, TYPE_IDS[TYPES[format][0]], cols, into, group, packed)
     return _core.Matrix(packed, into, len(blocks), cols, group)
 
 
@@ -111,7 +112,8 @@ def test_blocks_fit_formats_that_hold_more(
     rng: np.random.Generator, everywhere: Everywhere, format: str, into: str, group: int
 ) -> None:
     blocks = random_blocks(rng, format, (37, 768))
-    packed = _core.repack_gguf(blocks, TYPE_IDS[TYPES[format][0]], 768, into, group)
+    packed = _core.aligned_empty(_core.packed_bytes(into, 37, 768, group))
+    _core.repack_gguf(blocks, TYPE_IDS[TYPES[format][0]], 768, into, group, packed)
     matrix = _core.Matrix(packed, into, 37, 768, group)
     np.testing.assert_array_equal(
         _core.unpack(matrix), _core.unpack(repacked(blocks, format, format, 768))
@@ -188,8 +190,11 @@ def test_a_unit_that_is_no_number_is_named(
         start = QUANTISED[type].nbytes + at
         blocks[18, start : start + 2] = np.array([unit], np.float16).view(np.uint8)
         for into in (format, wide):
+            packed = _core.aligned_empty(_core.packed_bytes(into, 20, 512, group))
             with pytest.raises(CheckpointError, match=r"index \[18, 256\]"):
-                _core.repack_gguf(blocks, TYPE_IDS[type], 512, into, group)
+                _core.repack_gguf(blocks, TYPE_IDS[type], 512, into, group, packed)
+            with pytest.raises(ShapeError, match=f"expected {packed.size} bytes to fill"):
+                _core.repack_gguf(blocks, TYPE_IDS[type], 512, into, group, packed[:-1])
 
 
 @pytest.mark.parametrize(("format", "group"), MULTIPLES)

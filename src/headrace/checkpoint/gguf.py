@@ -150,9 +150,9 @@ class GgufCheckpoint(Checkpoint):
             blocks = self._blocks(tensor, order[first : first + step])
             where = f"{name}, file {tensor.path}, rows from {first}"
             type_id = TYPE_IDS[tensor.type.name]
-            packed = _core.repack_gguf(blocks, type_id, cols, format, group, where)
             start = _core.packed_bytes(format, first, cols, group)
-            data[start : start + packed.size] = packed
+            end = start + _core.packed_bytes(format, len(blocks), cols, group)
+            _core.repack_gguf(blocks, type_id, cols, format, group, data[start:end], where)
         return Matrix(data, format, rows, cols, group)
 
     def load_vector(self, name: str) -> Float32:
@@ -246,7 +246,9 @@ class GgufCheckpoint(Checkpoint):
                 continue
             where = f"{name}, file {tensor.path}, rows from {first}"
             format, group = common_format([tensor.type.name])
-            _core.repack_gguf(blocks, TYPE_IDS[tensor.type.name], cols, format, group, where)
+            packed = _core.aligned_empty(_core.packed_bytes(format, len(blocks), cols, group))
+            type_id = TYPE_IDS[tensor.type.name]
+            _core.repack_gguf(blocks, type_id, cols, format, group, packed, where)
 
     def source(self, name: str) -> GgufTensor:
         """Where a dense tensor lies, under its Hugging Face name."""

@@ -47,14 +47,18 @@ def _measure_rows(type_id: int, matrix: MatrixLayout) -> float:
     if type_id == PLAIN_ROWS:
         size = _core.packed_bytes(matrix.format, BLOCK_ROWS, matrix.cols, 1)
         values: Bytes = np.full(size, FILL, np.uint8)
+        plain = _core.aligned_empty(size)
         return size / _seconds(
-            lambda: _core.repack_rows(values, matrix.format, BLOCK_ROWS, matrix.cols), size
+            lambda: _core.repack_rows(values, matrix.format, BLOCK_ROWS, matrix.cols, plain), size
         )
     type = BLOCK_TYPES[type_id]
     row_bytes = matrix.cols // type.block * type.nbytes
     rows: Bytes = np.full((BLOCK_ROWS, row_bytes), FILL, np.uint8)
+    packed = _core.aligned_empty(
+        _core.packed_bytes(matrix.format, BLOCK_ROWS, matrix.cols, matrix.group)
+    )
     return rows.size / _seconds(
-        lambda: _core.repack_gguf(rows, type_id, matrix.cols, matrix.format, matrix.group),
+        lambda: _core.repack_gguf(rows, type_id, matrix.cols, matrix.format, matrix.group, packed),
         rows.size,
     )
 
@@ -77,9 +81,10 @@ def _measure_coded(table: RecordTable, index: int) -> tuple[int, float]:
         )  # fmt: skip
         tensors.append((description, data))
     size = sum(data.size for _, data in tensors)
+    packed = _core.aligned_empty(matrix.nbytes)
     return size, _seconds(
         lambda: _core.repack_coded(
-            tensors, matrix.format, matrix.rows, matrix.cols, matrix.group, 1.0
+            tensors, matrix.format, matrix.rows, matrix.cols, matrix.group, packed
         ),
         size,
     )
