@@ -186,8 +186,11 @@ def test_repeated_convert_has_nothing_to_do(tmp_path: Path) -> None:
     before = contents(tmp_path / "out")
     assert convert(tmp_path / "hf", tmp_path / "out", Recipe()).already_done
     assert contents(tmp_path / "out") == before
-    with pytest.raises(ConfigError, match="another source or recipe"):
+    with pytest.raises(ConfigError, match=r"another source or recipe(?s:.*)expected recipe .*'q8'"):
         convert(tmp_path / "hf", tmp_path / "out", Recipe("q8"))
+    write_checkpoint(tmp_path / "hf2", seed=2)
+    with pytest.raises(ConfigError, match=r"another source or recipe(?s:.*)expected source "):
+        convert(tmp_path / "hf2", tmp_path / "out", Recipe())
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "other partial"])

@@ -55,11 +55,13 @@ def is_published(dest: Path, binding: Mapping[str, Any]) -> bool:
             f"destination exists and is a damaged container: {dest}\n{error}\n"
             "hint: remove it, or choose another destination"
         ) from None
-    if {key: manifest.get(key) for key in binding} == binding:
+    other = [key for key in binding if manifest.get(key) != binding[key]]
+    if not other:
         return True
+    name = "recipe" if "recipe" in other else other[0]
     raise ConfigError(
         f"destination is a container of another source or recipe: {dest}\n"
-        f"expected {binding['recipe']}, got {manifest.get('recipe')}\n"
+        f"expected {name} {binding[name]}, got {manifest.get(name)}\n"
         "hint: remove it, or choose another destination"
     )
 
