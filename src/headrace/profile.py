@@ -190,13 +190,15 @@ def what_limits(sums: PhaseProfile, plan: MemoryPlan) -> str:
 
 def _drive_limit(sums: PhaseProfile, plan: MemoryPlan) -> str:
     waiting = f"reads ({_share(sums.waiting_s, sums):.0%} of the time waiting"
+    missing = (plan.num_records - plan.num_slots) * plan.record_bytes
+    if not missing:
+        return f"{waiting}): every expert has a slot and is read once, later answers do not wait"
     if sums.drive_utilisation < BUSY_DRIVE:
         return (
             f"{waiting}, though the drive was busy for {sums.drive_utilisation:.0%} only): "
             "`--readers auto` and a larger `--read-ahead` keep it busier"
         )
     hits = sums.hits / sums.requests if sums.requests else 0.0
-    missing = (plan.num_records - plan.num_slots) * plan.record_bytes
     return (
         f"{waiting}, {hits:.0%} hits): more `--memory` raises the hits, "
         f"{format_bytes(missing)} more holds every expert"

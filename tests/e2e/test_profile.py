@@ -83,6 +83,8 @@ def test_the_sentence_names_the_largest_part_and_an_option(plan: MemoryPlan) -> 
     assert "100 MiB more" in said
     idle = what_limits(replace(busy, drive_busy_s=0.5), streamed)
     assert "busy for 50% only" in idle and "--readers" in idle
+    resident = what_limits(busy, replace(streamed, num_slots=streamed.num_records))
+    assert "read once" in resident and "`--memory`" not in resident
     for name, option in (("attention", "--context"), ("dense", "--threads"), ("experts", "q4")):
         said = what_limits(sums(**{f"{name}_s": 0.7, "waiting_s": 0.2}), streamed)
         assert said.startswith(f"{name} (70% of the time)") and option in said
