@@ -20,6 +20,7 @@ POLICIES = ("next-use", "frequency", "slru", "lru")
 HISTORY_MODES = ("write", "read", "off")
 EMBEDDING_PLACES = ("auto", "resident", "drive")
 LOSSY_MODES = ("expert_top_p", "expert_top_k", "cache_aware_routing", "drop_cold")
+LOSSY_CHECK_EVERY = 16
 LOSSY_OPTIONS = (*LOSSY_MODES, "lossy_check_every", "max_kl")
 ISAS = ("auto", "scalar", "avx2", "avx512", "amx", "neon", "neon-i8mm")
 
@@ -293,7 +294,7 @@ class EngineConfig:
         },
     )
     lossy_check_every: int = field(
-        default=16,
+        default=LOSSY_CHECK_EVERY,
         metadata={
             "help": "with a lossy mode, compute one decoding step of this many exactly as well, "
             "for mean KL and flip rate",
@@ -380,6 +381,10 @@ class EngineConfig:
         _require(
             self.max_kl is None or bool(self.lossy_modes), "max_kl", "a lossy mode beside it",
             self.max_kl,
+        )  # fmt: skip
+        _require(
+            self.lossy_check_every == LOSSY_CHECK_EVERY or bool(self.lossy_modes),
+            "lossy_check_every", "a lossy mode beside it", self.lossy_check_every,
         )  # fmt: skip
         _require(
             not self.lossy_modes or self.experts.trace is None, "trace",

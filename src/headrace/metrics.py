@@ -4,6 +4,7 @@ Owns no counters: the parts count, this module only names and freezes what they 
 """
 
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ class Receipt:
                 if self.slots_given_back
                 else ""
             )
-            + (f" · lossy: {self.lossy}" if self.lossy else "")
+            + (f" · lossy: {_lossy_text(self.lossy)}" if self.lossy else "")
         )
         return lines
 
@@ -111,6 +112,22 @@ class Receipt:
         return f" + {format_bytes(self.prefetch_bytes)} ahead" + (
             wasted if self.lookahead_wasted_bytes else ""
         )
+
+
+_LOSSY_COST = ("checked_tokens", "mean_kl", "flip_rate", "ended")
+
+
+def _lossy_text(lossy: Mapping[str, Any]) -> str:
+    modes = (f"{n.replace('_', '-')} {v}" for n, v in lossy.items() if n not in _LOSSY_COST)
+    text = ", ".join(modes)
+    if lossy.get("checked_tokens"):
+        text += (
+            f", mean KL {lossy['mean_kl']:.3g} nats and {100 * lossy['flip_rate']:.1f} % flips "
+            f"in {lossy['checked_tokens']} checked tokens"
+        )
+    elif "checked_tokens" in lossy:
+        text += ", no token checked"
+    return text + (", ended" if lossy.get("ended") else "")
 
 
 def _drive_text(drive: dict[str, Any]) -> str:

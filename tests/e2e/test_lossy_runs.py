@@ -57,7 +57,8 @@ def test_a_mode_that_changes_something_says_how_much_and_asks_less(
     assert lossy["mean_kl"] > 0 and 0 <= lossy["flip_rate"] <= 1
     assert got.logprobs != exact.logprobs
     assert got.receipt.expert_requests < exact.receipt.expert_requests
-    assert "lossy" in got.receipt.lines()[-1]
+    said = got.receipt.lines()[-1]
+    assert "lossy: expert-top-k 1, mean KL " in said and said.endswith("in 3 checked tokens")
 
 
 @pytest.mark.parametrize("mode", [{"drop_cold": 1.0}, {"cache_aware_routing": 100.0}], ids=str)
@@ -100,6 +101,7 @@ def test_options_that_cannot_be(tiny: Path) -> None:
         ({"expert_top_p": 0.0}, "above 0"),
         ({"max_kl": 0.1}, "a lossy mode beside it"),
         ({"lossy_check_every": 0}, "1 or more"),
+        ({"lossy_check_every": 4}, "a lossy mode beside it"),
     ):
         with pytest.raises(ConfigError, match=message):
             answer(tiny, **options)  # type: ignore[arg-type]

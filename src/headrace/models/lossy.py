@@ -2,10 +2,10 @@
 
 Only steps that decode are touched: a prompt is computed exactly. One step in N is computed exactly
 first, on the same state; then the lossy step writes its own keys and values over those of the exact
-one, so that it is the lossy stream that goes on, and nothing of the exact one is left in it. The lossy
-step then chooses by the slots as they were before the exact one, which read what the rules leave out:
-else a check would never see what `drop_cold` and `cache_aware_routing` cost. With every rule off the
-model is the exact one, byte for byte.
+one, so that it is the lossy stream that goes on, and nothing of the exact one is left in it. The
+lossy step then chooses by the slots as they were before the exact one, which read what the rules
+leave out: else a check would never see what `drop_cold` and `cache_aware_routing` cost. With every
+rule off the model is the exact one, byte for byte.
 """
 
 import logging
