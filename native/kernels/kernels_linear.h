@@ -14,8 +14,8 @@ namespace headrace::HEADRACE_ISA {
 // Two KiB ahead, tier 0: worth 15-20 % of read bandwidth per core where tried; far or non-temporal
 // prefetches lost.
 inline constexpr int64_t kPrefetchBytes = 2048;
-// The same where a core reads several streams.
-inline constexpr int64_t kStreamPrefetchBytes = kPrefetchBytes / kStreams;
+// The same for one row, of which a core may read several streams.
+inline constexpr int64_t kRowPrefetchBytes = 1536;
 
 // A format: how its bytes become weights, and what follows them in a group. `kOffset` is what
 // weights have too much, so that a dot begins at minus that many sums of inputs.
@@ -91,7 +91,7 @@ template <class F, int group, int B>
   });
   unroll<kVectors>([&](auto j) __attribute__((always_inline)) {
     unroll<B>([&](auto b) __attribute__((always_inline)) {
-      prefetch(p[b] + j * 64 + kStreamPrefetchBytes);
+      prefetch(p[b] + j * 64 + kRowPrefetchBytes);
       const Bytes packed = load_bytes(p[b] + j * 64);
       if constexpr (F::kCodesPerByte == 1) {
         dot[b] = F::dot(dot[b], F::weights(packed), x + j * 4);

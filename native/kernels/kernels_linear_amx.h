@@ -99,7 +99,8 @@ void unpack_super_group(const unsigned char* p, int32_t groups, int8_t* weights,
   for (int32_t line = 0; line < S::kLayout.nbytes; line += 64) {
     prefetch(p + kTilePrefetchBytes + line);
   }
-  const SuperScales<S> numbers(p);
+  SuperScales<S> numbers;
+  numbers.read(p, kSuperPrefetchBytes);
   for (int32_t g = 0; g < groups; ++g) {
     const StepPlanes<S> planes(p, g);
     unroll<8>([&](auto i) {

@@ -152,12 +152,13 @@ void super_pair_tile(const LinearArgs& a, int32_t block, int32_t row) {
   start_rows(a, row, kGroup, x, sx, sums, acc);
   const unsigned char* p = block_start(a, block);
   for (int32_t first = 0; first < a.num_groups; first += S::kLayout.groups) {
-    const SuperScales<S> numbers(p);
+    SuperScales<S> numbers;
+    numbers.read(p, kSuperPrefetchBytes);
     const int32_t left = a.num_groups - first;
     const int32_t groups = left < S::kLayout.groups ? left : S::kLayout.groups;
     for (int32_t step = 0; step * (kStepInputs / kGroup) < groups; ++step) {
       const StepPlanes<S> planes(p, step);
-      planes.fetch_ahead();
+      planes.fetch(kSuperPrefetchBytes);
       unroll<kStepInputs / kGroup>([&](auto part) {
         const int32_t in_super = step * (kStepInputs / kGroup) + part;
         if (in_super >= groups) return;
@@ -191,7 +192,7 @@ void super_pair_blocks(const LinearArgs& a) {
     int32_t row = 0;
     for (; row + 4 <= a.num_rows; row += 4) super_pair_tile<S, 2>(a, block, row);
     for (; row + 2 <= a.num_rows; row += 2) super_pair_tile<S, 1>(a, block, row);
-    if (row < a.num_rows) super_tile<S, 1>(a, block, row);
+    if (row < a.num_rows) super_row_tile<S, 1>(a, block, 0, row);
   }
 }
 

@@ -12,6 +12,8 @@
 namespace headrace::HEADRACE_ISA {
 
 inline constexpr int64_t kSuperPrefetchBytes = 2048;
+// The same for one row, of which a core may read several streams.
+inline constexpr int64_t kSuperRowPrefetchBytes = 768;
 
 // Two groups of 16 inputs or one of 32: each plane has whole vectors of them.
 inline constexpr int32_t kStepInputs = 32;
@@ -55,9 +57,9 @@ struct StepPlanes {
     }
   }
 
-  [[gnu::always_inline]] void fetch_ahead() const {
-    for (int i = 0; i < S::kPlanes.low_bits; ++i) prefetch(low + i * 64 + kSuperPrefetchBytes);
-    for (int i = 0; i < S::kPlanes.high_bits; ++i) prefetch(high + i * 64 + kSuperPrefetchBytes);
+  [[gnu::always_inline]] void fetch(int64_t ahead) const {
+    for (int i = 0; i < S::kPlanes.low_bits; ++i) prefetch(low + i * 64 + ahead);
+    for (int i = 0; i < S::kPlanes.high_bits; ++i) prefetch(high + i * 64 + ahead);
   }
 };
 
@@ -67,9 +69,11 @@ struct SuperScales {
   const unsigned char* super;
   Floats units, minimum_units;
 
-  explicit SuperScales(const unsigned char* p) : super(p), units(load_f16(p)) {
+  [[gnu::always_inline]] void read(const unsigned char* p, int64_t ahead) {
+    super = p;
+    units = load_f16(p);
     if constexpr (S::kPlanes.has_minimum) minimum_units = load_f16(p + S::kLayout.minimum_units);
-    for (int at = 0; at < S::kLayout.low; at += 64) prefetch(p + at + kSuperPrefetchBytes);
+    for (int at = 0; at < S::kLayout.low; at += 64) prefetch(p + at + ahead);
   }
   // Of a group of the super-group.
   [[gnu::always_inline]] Floats scales(int32_t group) const {
@@ -80,6 +84,56 @@ struct SuperScales {
                load_int8(super + S::kLayout.minimum_multiples + group * kBlockOutputs));
   }
 };
+
+// One row by B blocks, `stride` apart.
+template <class S, int B>
+void super_row_tile(const LinearArgs& a, int32_t block, int32_t stride, int32_t row) {
+  constexpr int kGroup = S::kGroup;
+  constexpr int kVectors = kGroup / 4;
+  constexpr int kParts = kStepInputs / kGroup;
+  const int8_t* x[1];
+  const float* sx[1];
+  const int32_t* sums[1];
+  Floats acc[B][1];
+  const unsigned char* p[B];
+  unroll<B>([&](auto b) {
+    start_rows(a, row, kGroup, x, sx, sums, acc[b]);
+    p[b] = block_start(a, block + b * stride);
+  });
+  for (int32_t first = 0; first < a.num_groups; first += S::kLayout.groups) {
+    SuperScales<S> numbers[B];
+    unroll<B>([&](auto b) { numbers[b].read(p[b], kSuperRowPrefetchBytes); });
+    const int32_t left = a.num_groups - first;
+    const int32_t groups = left < S::kLayout.groups ? left : S::kLayout.groups;
+    for (int32_t step = 0; step * kParts < groups; ++step) {
+      unroll<B>([&](auto b) { StepPlanes<S>(p[b], step).fetch(kSuperRowPrefetchBytes); });
+      unroll<kParts>([&](auto part) __attribute__((always_inline)) {
+        const int32_t in_super = step * kParts + part;
+        if (in_super >= groups) return;
+        const int32_t g = first + in_super;
+        const Ints begin = splat_int(-S::kPlanes.offset * sums[0][g]);
+        Ints dot[B];
+        unroll<B>([&](auto b) { dot[b] = begin; });
+        unroll<kVectors>([&](auto j) __attribute__((always_inline)) {
+          unroll<B>([&](auto b) __attribute__((always_inline)) {
+            const Bytes w = StepPlanes<S>(p[b], step).template codes<part * kVectors + j>();
+            dot[b] = dot_small(dot[b], w, x[0] + j * 4);
+          });
+        });
+        unroll<B>([&](auto b) __attribute__((always_inline)) {
+          const Floats sw = numbers[b].scales(in_super);
+          acc[b][0] = fma(to_float(dot[b]), mul(splat(sx[0][g]), sw), acc[b][0]);
+          if constexpr (S::kPlanes.has_minimum) {
+            add_minimums(acc[b], sums, sx, g, numbers[b].minimums(in_super));
+          }
+        });
+        x[0] += kGroup;
+      });
+    }
+    unroll<B>([&](auto b) { p[b] += S::kLayout.nbytes; });
+  }
+  unroll<B>([&](auto b) { store_outputs(a, block + b * stride, row, acc[b][0]); });
+}
 
 template <class S, int R>
 void super_tile(const LinearArgs& a, int32_t block, int32_t row) {
@@ -92,12 +146,13 @@ void super_tile(const LinearArgs& a, int32_t block, int32_t row) {
   start_rows(a, row, kGroup, x, sx, sums, acc);
   const unsigned char* p = block_start(a, block);
   for (int32_t first = 0; first < a.num_groups; first += S::kLayout.groups) {
-    const SuperScales<S> numbers(p);
+    SuperScales<S> numbers;
+    numbers.read(p, kSuperPrefetchBytes);
     const int32_t left = a.num_groups - first;
     const int32_t groups = left < S::kLayout.groups ? left : S::kLayout.groups;
     for (int32_t step = 0; step * (kStepInputs / kGroup) < groups; ++step) {
       const StepPlanes<S> planes(p, step);
-      planes.fetch_ahead();
+      planes.fetch(kSuperPrefetchBytes);
       unroll<kStepInputs / kGroup>([&](auto part) __attribute__((always_inline)) {
         const int32_t in_super = step * (kStepInputs / kGroup) + part;
         if (in_super >= groups) return;
@@ -130,7 +185,9 @@ void super_tile(const LinearArgs& a, int32_t block, int32_t row) {
 // The last rows of a call, at most R.
 template <class S, int R>
 void super_rest(const LinearArgs& a, int32_t block, int32_t row) {
-  if constexpr (R > 0) {
+  if constexpr (R == 1) {
+    if (row < a.num_rows) super_row_tile<S, 1>(a, block, 0, row);
+  } else if constexpr (R > 1) {
     if (a.num_rows - row == R) {
       super_tile<S, R>(a, block, row);
     } else {
@@ -141,6 +198,12 @@ void super_rest(const LinearArgs& a, int32_t block, int32_t row) {
 
 template <class S>
 void super_blocks(const LinearArgs& a) {
+  if (a.num_rows == 1) {
+    blocks_apart(a.num_blocks, [&](auto streams, int32_t block, int32_t stride) {
+      super_row_tile<S, streams>(a, block, stride, 0);
+    });
+    return;
+  }
   for (int32_t block = 0; block < a.num_blocks; ++block) {
     int32_t row = 0;
     for (; row + kSuperRowsMost <= a.num_rows; row += kSuperRowsMost) {

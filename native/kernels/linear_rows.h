@@ -55,7 +55,7 @@ template <int R>
 [[gnu::always_inline]] inline void add_minimums(Floats (&acc)[R], const int32_t* (&sums)[R],
                                                 const float* (&sx)[R], int32_t g, Floats mw) {
   unroll<R>([&](auto r) __attribute__((always_inline)) {
-    const Floats sum = splat(static_cast<float>(sums[r][g]));
+    const Floats sum = to_float(splat_int(sums[r][g]));
     acc[r] = fma(sum, mul(splat(sx[r][g]), mw), acc[r]);
   });
 }

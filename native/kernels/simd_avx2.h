@@ -201,6 +201,9 @@ inline Ints dot_q8(Ints acc, Bytes w, const int8_t* quad) {
           dot_half(acc.b, _mm256_abs_epi8(w.b), _mm256_sign_epi8(x, w.b))};
 }
 
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// As in simd_avx512.h, must be inlined.
+[[gnu::always_inline]] inline void prefetch(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
 
 }  // namespace headrace::HEADRACE_ISA

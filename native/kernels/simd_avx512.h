@@ -158,6 +158,10 @@ inline Ints dot_q8(Ints acc, Bytes w, const int8_t* quad) {
 }
 inline Ints dot_small(Ints acc, Bytes w, const int8_t* quad) { return dot_q8(acc, w, quad); }
 
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// GCC takes a function that only prefetches for one without effects, and drops calls of it that it
+// has not inlined by then.
+[[gnu::always_inline]] inline void prefetch(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
 
 }  // namespace headrace::HEADRACE_ISA

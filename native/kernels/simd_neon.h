@@ -266,6 +266,7 @@ inline Ints dot_q8(Ints acc, Bytes w, const int8_t* quad) {
 }
 inline Ints dot_small(Ints acc, Bytes w, const int8_t* quad) { return dot_q8(acc, w, quad); }
 
-inline void prefetch(const void* p) { __builtin_prefetch(p); }
+// As in simd_avx512.h, must be inlined.
+[[gnu::always_inline]] inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 }  // namespace headrace::HEADRACE_ISA
