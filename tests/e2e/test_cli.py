@@ -574,3 +574,45 @@ def test_mirror_and_drives(cli: Any, tiny: Path, tmp_path: Path) -> None:
     assert wrong.status == 2
     (drive / "experts-000.safetensors").unlink(missing_ok=True)
     assert cli("mirror", "verify", model, "--drive", drive).status == 1
+
+
+def test_every_locale_reads_and_writes_utf8() -> None:
+    """Answers hold every character: an encoding that has few of them must not end a run."""
+    program = "from headrace.cli import main; main()"
+    wild = ("--temperature", "100", "--top-p", "1", "--top-k", "0", "--ignore-eos", "--json")
+    command = [sys.executable, "-c", program, "run", "demo", "-", "-n", "400"]
+    command += ["--seed", "1", *wild, *QUIET]
+
+    def run(prompt: bytes, **locale: str) -> subprocess.CompletedProcess[bytes]:
+        environment = {**os.environ, **locale}
+        return subprocess.run(
+            command, input=prompt, capture_output=True, check=False, env=environment
+        )
+
+    prompt = "\u00e9\u4e2d".encode()
+    narrow = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    expected = run(prompt, PYTHONUTF8="1")
+    assert not json.loads(expected.stdout)["text"].isascii()
+    for locale in (narrow, {"PYTHONIOENCODING": "latin-1"}):
+        got = run(prompt, **locale)
+        assert got.returncode == 0, got.stderr
+        assert json.loads(got.stdout)["ids"] == json.loads(expected.stdout)["ids"]
+    for locale in (narrow, {"PYTHONIOENCODING": "utf-8:strict"}):
+        refused = run(b"\xff", **locale)
+        assert refused.returncode == 1
+        assert b"not valid Unicode: lone surrogate at character 0" in refused.stderr
+
+
+def test_an_argument_that_the_locale_cannot_read_is_utf8(tiny: Path) -> None:
+    program = "from headrace.cli import main; main()"
+    narrow = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", program, "run", str(tiny)]
+    ids = []
+    for locale in ({"PYTHONUTF8": "1"}, narrow):
+        done = subprocess.run(
+            [*command, "\u00e9".encode(), "-n", "2", "--seed", "1", "--json", *QUIET],
+            capture_output=True, check=False, env={**os.environ, **locale},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        ids.append(json.loads(done.stdout)["ids"])
+    assert ids[0] == ids[1]

@@ -5,6 +5,7 @@ usage 2, Ctrl-C 130. No traceback reaches the user unless HEADRACE_DEBUG is set.
 """
 
 import importlib
+import io
 import logging
 import os
 import sys
@@ -101,6 +102,7 @@ for _name, _help in COMMANDS.items():
 def main() -> None:
     """Run the command line and exit."""
     _fill_closed_streams()
+    _use_utf8()
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
     sys.exit(_run(sys.argv[1:]))
 
@@ -118,9 +120,21 @@ def _fill_closed_streams() -> None:
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
+def _use_utf8() -> None:
+    """Read and write UTF-8 whatever the locale says: answers hold every character, and a prompt
+    with bytes that are no text is refused where prompts are checked. Names of files that are no
+    text are written as they are.
+    """
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="surrogateescape")
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace")
+
+
 def _run(arguments: list[str]) -> int:
     try:
-        _require_utf8(arguments)
+        arguments = [_utf8(argument) for argument in arguments]
         status = app(arguments, standalone_mode=False)
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
@@ -146,15 +160,21 @@ def _run(arguments: list[str]) -> int:
         )
 
 
-def _require_utf8(arguments: list[str]) -> None:
-    """Refuse bytes that are no text once, here: half of what takes names and prompts cannot."""
-    for argument in arguments:
-        try:
-            argument.encode()
-        except UnicodeEncodeError:
-            raise typer.BadParameter(
-                f"an argument is not valid UTF-8: {os.fsencode(argument)!r}"
-            ) from None
+def _utf8(argument: str) -> str:
+    """Take an argument's bytes as UTF-8 where the locale's encoding could not read them.
+
+    Bytes that are no text are refused once, here: half of what takes names and prompts cannot.
+    """
+    try:
+        argument.encode()
+        return argument
+    except UnicodeEncodeError:
+        pass
+    raw = os.fsencode(argument)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise typer.BadParameter(f"an argument is not valid UTF-8: {raw!r}") from None
 
 
 def _fail(message: str) -> int:
