@@ -3,13 +3,14 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
+#include <bit>
 #include <cstring>
 #include <string>
 
 #include "base/error.h"
 #include "kernels/place.h"
 #include "kernels/small_float.h"
+#include "kernels/words.h"
 
 namespace headrace {
 namespace {
@@ -31,41 +32,49 @@ uint32_t word_at(const uint8_t* bytes) {
 
 uint8_t byte_of(int32_t code) { return static_cast<uint8_t>(code); }
 
-// Low nibbles of 16 bytes are codes 0..15, high ones 16..31.
-template <class Code>
-void split_nibbles(const uint8_t* packed, Code&& code, uint8_t* codes) {
-  for (int32_t i = 0; i < 16; ++i) {
-    codes[i] = code(packed[i] & 15, i);
-    codes[i + 16] = code(packed[i] >> 4, i + 16);
-  }
+Bytes16 splat(uint8_t byte) { return Bytes16{} + byte; }
+
+// Low nibbles of 16 bytes are codes 0..15, high ones 16..31, each less `offset`.
+void split_nibbles(const uint8_t* packed, uint8_t offset, uint8_t* codes) {
+  const auto pairs = load_as<Bytes16>(packed);
+  store_as(codes, (pairs & 15) - splat(offset));
+  store_as(codes + 16, (pairs >> 4) - splat(offset));
 }
 
 void decode_q4_0(const uint8_t* b, uint8_t* codes, float* scales, float*) {
   scales[0] = half_at(b);
-  split_nibbles(b + 2, [](int32_t q, int32_t) { return byte_of(q - 8); }, codes);
+  split_nibbles(b + 2, 8, codes);
 }
 
 void decode_q4_1(const uint8_t* b, uint8_t* codes, float* scales, float* minimums) {
   scales[0] = half_at(b);
   minimums[0] = half_at(b + 2);
-  split_nibbles(b + 4, [](int32_t q, int32_t) { return byte_of(q); }, codes);
+  split_nibbles(b + 4, 0, codes);
 }
 
-int32_t fifth_bit(uint32_t word, int32_t i) { return static_cast<int32_t>(word >> i & 1u) << 4; }
+// Bit i of sixteen as 16 or 0 in byte i.
+Bytes16 fifth_bits(uint32_t bits) {
+  constexpr uint64_t kEach = 0x0101010101010101u;
+  const Doubles2 bytes{(bits & 255) * kEach, (bits >> 8 & 255) * kEach};
+  const Bytes16 place{1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+  return (Bytes16)(((Bytes16)bytes & place) == place) & 16;
+}
+
+void split_with_fifth_bits(const uint8_t* packed, uint32_t bits, uint8_t offset, uint8_t* codes) {
+  const auto pairs = load_as<Bytes16>(packed);
+  store_as(codes, ((pairs & 15) | fifth_bits(bits)) - splat(offset));
+  store_as(codes + 16, ((pairs >> 4) | fifth_bits(bits >> 16)) - splat(offset));
+}
 
 void decode_q5_0(const uint8_t* b, uint8_t* codes, float* scales, float*) {
-  const uint32_t high = word_at(b + 2);
   scales[0] = half_at(b);
-  split_nibbles(
-      b + 6, [&](int32_t q, int32_t i) { return byte_of((q | fifth_bit(high, i)) - 16); }, codes);
+  split_with_fifth_bits(b + 6, word_at(b + 2), 16, codes);
 }
 
 void decode_q5_1(const uint8_t* b, uint8_t* codes, float* scales, float* minimums) {
-  const uint32_t high = word_at(b + 4);
   scales[0] = half_at(b);
   minimums[0] = half_at(b + 2);
-  split_nibbles(
-      b + 8, [&](int32_t q, int32_t i) { return byte_of(q | fifth_bit(high, i)); }, codes);
+  split_with_fifth_bits(b + 8, word_at(b + 4), 0, codes);
 }
 
 void decode_q8_0(const uint8_t* b, uint8_t* codes, float* scales, float*) {
@@ -74,18 +83,35 @@ void decode_q8_0(const uint8_t* b, uint8_t* codes, float* scales, float*) {
 }
 
 void decode_mxfp4(const uint8_t* b, uint8_t* codes, float* scales, float*) {
-  scales[0] = std::ldexp(1.0f, static_cast<int>(b[0]) - 127);
-  split_nibbles(b + 1, [](int32_t q, int32_t) { return byte_of(q); }, codes);
+  scales[0] = std::bit_cast<float>(b[0] == 0 ? 0x00400000u : uint32_t{b[0]} << 23);
+  split_nibbles(b + 1, 0, codes);
 }
 
 // Codes of a ggml "non-linear" nibble.
 constexpr std::array<int8_t, 16> kNonLinear{-127, -104, -83, -65, -49, -35, -22, -10,
                                             1,    13,   25,  38,  53,  69,  89,  113};
 
+// Nibbles to codes without a look-up, for which the baseline of x86 has no instruction: the steps
+// up to each nibble are added.
+Bytes16 non_linear(Bytes16 nibbles) {
+  Bytes16 codes = splat(byte_of(kNonLinear[0]));
+  for (size_t step = 1; step < kNonLinear.size(); ++step) {
+    const uint8_t height = byte_of(kNonLinear[step] - kNonLinear[step - 1]);
+    const Signed16 is_reached = (Signed16)nibbles > static_cast<int8_t>(step - 1);
+    codes += (Bytes16)is_reached & height;
+  }
+  return codes;
+}
+
+void split_non_linear(const uint8_t* packed, uint8_t* codes) {
+  const auto pairs = load_as<Bytes16>(packed);
+  store_as(codes, non_linear(pairs & 15));
+  store_as(codes + 16, non_linear(pairs >> 4));
+}
+
 void decode_iq4_nl(const uint8_t* b, uint8_t* codes, float* scales, float*) {
   scales[0] = half_at(b);
-  split_nibbles(
-      b + 2, [](int32_t q, int32_t) { return byte_of(kNonLinear[static_cast<size_t>(q)]); }, codes);
+  split_non_linear(b + 2, codes);
 }
 
 void decode_iq4_xs(const uint8_t* b, uint8_t* codes, float* scales, float*) {
@@ -94,10 +120,7 @@ void decode_iq4_xs(const uint8_t* b, uint8_t* codes, float* scales, float*) {
   for (int32_t j = 0; j < 8; ++j) {
     const int32_t low = b[4 + j / 2] >> (4 * (j % 2)) & 15;
     scales[j] = d * static_cast<float>((low | (high >> (2 * j) & 3) << 4) - 32);
-    split_nibbles(
-        b + 8 + 16 * j,
-        [](int32_t q, int32_t) { return byte_of(kNonLinear[static_cast<size_t>(q)]); },
-        codes + 32 * j);
+    split_non_linear(b + 8 + 16 * j, codes + 32 * j);
   }
 }
 
@@ -173,35 +196,42 @@ void split_q6_k(const uint8_t* b, SuperBlock& out) {
 
 // Two bits of each code: 32 bytes hold those of inputs i, i + 32, i + 64 and i + 96.
 void split_two_bits(const uint8_t* packed, uint8_t* codes) {
-  for (int32_t run = 0; run < 8; ++run) {
-    const uint8_t* from = packed + run / 4 * 32;
-    for (int32_t i = 0; i < 32; ++i) codes[run * 32 + i] = from[i] >> (2 * (run % 4)) & 3;
+  for (int32_t i = 0; i < 64; i += 16) {
+    const auto quads = load_as<Bytes16>(packed + i);
+    uint8_t* const to = codes + i / 32 * 128 + i % 32;
+    store_as(to, quads & 3);
+    store_as(to + 32, quads >> 2 & 3);
+    store_as(to + 64, quads >> 4 & 3);
+    store_as(to + 96, quads >> 6);
   }
 }
 
 void split_q2_k(const uint8_t* b, SuperBlock& out) {
   out.unit = half_bits_at(b + 80);
   out.minimum_unit = negative(half_bits_at(b + 82));
-  for (int32_t j = 0; j < 16; ++j) {
-    out.multiples[j] = static_cast<int8_t>(b[j] & 15);
-    out.minimum_multiples[j] = static_cast<int8_t>(b[j] >> 4);
-  }
+  const auto pairs = load_as<Bytes16>(b);
+  const Bytes16 multiples = pairs & 15, minimum_multiples = pairs >> 4;
+  std::memcpy(out.multiples, &multiples, 16);
+  std::memcpy(out.minimum_multiples, &minimum_multiples, 16);
   split_two_bits(b + 16, out.codes);
 }
 
 void split_q3_k(const uint8_t* b, SuperBlock& out) {
   out.unit = half_bits_at(b + 108);
   const uint8_t* s = b + 96;
-  for (int32_t j = 0; j < 16; ++j) {
-    const int32_t low = j < 8 ? s[j] & 15 : s[j - 8] >> 4;
-    const int32_t high = s[8 + j % 4] >> (2 * (j / 4)) & 3;
-    out.multiples[j] = static_cast<int8_t>((low | high << 4) - 32);
-  }
+  const uint64_t low = load_as<uint64_t>(s);
+  constexpr uint64_t kNibbles = 0x0f0f0f0f0f0f0f0fu;
+  const uint32_t high = word_at(s + 8);
+  const Words4 lows = (Words4)(Doubles2{low & kNibbles, low >> 4 & kNibbles});
+  const Words4 highs = Words4{high, high >> 2, high >> 4, high >> 6} & 0x03030303u;
+  const Bytes16 multiples = (Bytes16)(lows | highs << 4) - splat(32);
+  std::memcpy(out.multiples, &multiples, 16);
   split_two_bits(b + 32, out.codes);
-  for (int32_t run = 0; run < 8; ++run) {
-    uint8_t* codes = out.codes + run * 32;
-    for (int32_t i = 0; i < 32; ++i) {
-      codes[i] = byte_of(codes[i] | (b[i] >> run & 1) << 2);
+  for (int32_t i = 0; i < 32; i += 16) {
+    auto bits = load_as<Bytes16>(b + i);
+    for (int32_t run = 0; run < 8; ++run, bits >>= 1) {
+      uint8_t* const codes = out.codes + run * 32 + i;
+      store_as(codes, load_as<Bytes16>(codes) | (bits & 1) << 2);
     }
   }
 }
@@ -243,10 +273,6 @@ constexpr std::array<GgufType, 13> kTypes{{
     {39, 32, 17, 32, decode_mxfp4, Format::MXFP4, nullptr},
 }};
 
-// Twice the e2m1 values, for formats of plain integers, with half the scale.
-constexpr std::array<int8_t, 16> kDoubledE2m1{0, 1,  2,  3,  4,  6,  8,  12,
-                                              0, -1, -2, -3, -4, -6, -8, -12};
-
 // Some groups of the 16 outputs of a block of packed rows, filled row by row.
 struct Strip {
   uint8_t codes[kBlockOutputs * kMaxBlock];
@@ -258,19 +284,23 @@ struct Strip {
 void decode_row(const uint8_t* source, const GgufType& type, Format format, int32_t group,
                 int32_t count, int32_t output, Strip& strip) {
   uint8_t* codes = strip.codes + output * kMaxBlock;
-  float scales[kMaxGroups], minimums[kMaxGroups] = {};
+  float* const scales = strip.scales + output * kMaxGroups;
+  float* const minimums = strip.minimums + output * kMaxGroups;
+  int32_t groups = 0;
   for (int32_t at = 0; at < count; at += type.block, source += type.nbytes) {
-    type.decode(source, codes + at, scales + at / type.group, minimums + at / type.group);
+    type.decode(source, codes + at, scales + groups, minimums + groups);
+    groups += type.block / type.group;
   }
+  if (type.tightest == Format::MXFP4 && format != Format::MXFP4) {
+    for (int32_t k = 0; k < count; ++k) codes[k] = byte_of(kDoubledE2m1[codes[k]]);
+    for (int32_t g = 0; g < groups; ++g) scales[g] *= 0.5f;
+  }
+  if (group == type.group) return;
   const int32_t repeat = type.group / group;
-  const bool is_doubled = type.tightest == Format::MXFP4 && format != Format::MXFP4;
-  for (int32_t g = 0; g < count / group; ++g) {
-    const float scale = scales[g / repeat];
-    strip.scales[output * kMaxGroups + g] = is_doubled ? scale * 0.5f : scale;
-    strip.minimums[output * kMaxGroups + g] = minimums[g / repeat];
+  for (int32_t g = groups * repeat - 1; g >= 0; --g) {
+    scales[g] = scales[g / repeat];
+    minimums[g] = minimums[g / repeat];
   }
-  if (!is_doubled) return;
-  for (int32_t k = 0; k < count; ++k) codes[k] = byte_of(kDoubledE2m1[codes[k]]);
 }
 
 // Rows past the last one: zeros, in mxfp4 of its least scale.
@@ -358,7 +388,7 @@ int64_t repack_gguf(const std::byte* source, const GgufType& type, int32_t rows,
   const int64_t row_bytes = int64_t{cols} / type.block * type.nbytes;
   const int64_t step = group_bytes(format, group);
   int64_t first_bad = -1;
-  Strip strip;
+  Strip strip{};  // types without minimums leave them zero
   for (int32_t row = 0; row < rows;
        row += kBlockOutputs, packed += block_bytes(format, cols, group)) {
     const int32_t num_rows = std::min(kBlockOutputs, rows - row);

@@ -289,9 +289,6 @@ int64_t interleave_all(const std::byte* source, T exponent, int32_t rows, int32_
 
 // ---- reading codes back
 
-// Twice the e2m1 values, as the integer kernels use them with half the scale.
-constexpr int8_t kDoubledE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-
 uint8_t code_at(Format format, const uint8_t* group, int32_t output, int32_t k) {
   if (format == Format::F8) return group[k * kBlockOutputs + output];
   const int32_t vector = k / 4;

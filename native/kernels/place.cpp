@@ -1,6 +1,8 @@
 #include "kernels/place.h"
 
+#include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
 
 #include "kernels/small_float.h"
@@ -47,35 +49,53 @@ void place_codes(Format format, const uint8_t* codes, int64_t stride, int32_t gr
   }
 }
 
-bool is_finite(float value) {
-  return (std::bit_cast<uint32_t>(value) & 0x7f800000u) != 0x7f800000u;
+// ---- scales: the numbers of sixteen outputs; each returns whether the format holds all exactly
+
+using BlockNumbers = float[kBlockOutputs];
+
+// A NaN equals nothing, and of an infinity the difference to itself is NaN.
+uint32_t is_other(float held, float number) {
+  return static_cast<uint32_t>(!(held == number)) | static_cast<uint32_t>(!(number - number == 0));
 }
 
-// ---- scales: each returns whether the format holds the number exactly
-
-bool place_f16(float scale, uint8_t* to) {
-  const uint16_t bits = f16_from_float(scale);
-  std::memcpy(to, &bits, 2);
-  return is_finite(scale) && float_from_f16(bits) == scale;
+bool place_f16(const BlockNumbers& numbers, uint8_t* to) {
+  uint16_t halves[kBlockOutputs];
+  uint32_t found = 0;
+  for (int32_t i = 0; i < kBlockOutputs; ++i) {
+    halves[i] = f16_from_float(numbers[i]);
+    found |= is_other(float_from_finite_f16(halves[i]), numbers[i]);
+  }
+  std::memcpy(to, halves, sizeof halves);
+  return found == 0;
 }
 
-// A power of two from 2^-127, which is subnormal, to 2^127.
-bool place_e8m0(float scale, uint8_t* to) {
-  const uint32_t bits = std::bit_cast<uint32_t>(scale);
-  *to = static_cast<uint8_t>(bits >> 23);
-  return bits == 0x00400000u || ((bits & 0x807fffffu) == 0 && bits != 0 && is_finite(scale));
+// Powers of two from 2^-127, which is subnormal, to 2^127.
+bool place_e8m0(const BlockNumbers& numbers, uint8_t* to) {
+  uint32_t found = 0;
+  for (int32_t i = 0; i < kBlockOutputs; ++i) {
+    const uint32_t bits = std::bit_cast<uint32_t>(numbers[i]);
+    const uint32_t exponent = bits >> 23;
+    to[i] = static_cast<uint8_t>(exponent);
+    const bool is_power = (bits & 0x007fffffu) == 0 && exponent - 1 < 254;
+    found |= static_cast<uint32_t>(!(is_power || bits == 0x00400000u));
+  }
+  return found == 0;
 }
 
-bool place_f32(float scale, uint8_t* to) {
-  std::memcpy(to, &scale, 4);
-  return is_finite(scale);
+bool place_f32(const BlockNumbers& numbers, float limit, uint8_t* to) {
+  uint32_t found = 0;
+  for (int32_t i = 0; i < kBlockOutputs; ++i) {
+    found |= static_cast<uint32_t>(!(numbers[i] < limit)) |
+             static_cast<uint32_t>(!(numbers[i] > -limit));
+  }
+  std::memcpy(to, numbers, sizeof numbers);
+  return found == 0;
 }
 
-bool place_scale(Format format, float scale, int32_t output, uint8_t* scales) {
-  if (format == Format::Q8 || format == Format::Q4) return place_f16(scale, scales + output * 2);
-  if (format == Format::MXFP4) return place_e8m0(scale, scales + output);
-  const bool is_held = place_f32(scale, scales + output * 4);
-  return is_held && (format != Format::F8 || (scale < 0x1p119f && scale > -0x1p119f));
+bool place_numbers(Format format, const BlockNumbers& scales, uint8_t* to) {
+  if (format == Format::Q8 || format == Format::Q4) return place_f16(scales, to);
+  if (format == Format::MXFP4) return place_e8m0(scales, to);
+  return place_f32(scales, format == Format::F8 ? 0x1p119f : INFINITY, to);
 }
 
 bool has_nan_code(const uint8_t* codes, int32_t group) {
@@ -86,22 +106,37 @@ bool has_nan_code(const uint8_t* codes, int32_t group) {
   return found != 0;
 }
 
+void gather(const float* numbers, int64_t stride, BlockNumbers& of_outputs) {
+  for (int32_t i = 0; i < kBlockOutputs; ++i) of_outputs[i] = numbers[i * stride];
+}
+
+// Whether the format holds the numbers of one output alone: what is asked once some are not held.
+bool is_held(Format format, float scale, float minimum) {
+  BlockNumbers scales, minimums;
+  uint8_t ignored[sizeof scales];
+  std::fill_n(scales, kBlockOutputs, scale);
+  std::fill_n(minimums, kBlockOutputs, minimum);
+  return place_numbers(format, scales, ignored) && place_f32(minimums, INFINITY, ignored);
+}
+
 // Scales and minimums of one group; returns the first output whose are not held, or -1.
-int32_t place_scales(Format format, int32_t group, const CodeBand& band, int32_t g,
-                     uint8_t* scales) {
-  int32_t bad = -1;
-  for (int32_t output = kBlockOutputs - 1; output >= 0; --output) {
-    const int64_t at = output * band.scale_stride + g;
-    bool is_held = place_scale(format, band.scales[at], output, scales);
-    if (has_minimum(format)) {
-      is_held &= place_f32(band.minimums[at], scales + kBlockOutputs * 4 + output * 4);
-    }
-    if (format == Format::F8) {
-      is_held &= !has_nan_code(band.codes + output * band.code_stride + g * group, group);
-    }
-    if (!is_held) bad = output;
+int32_t place_scales(Format format, int32_t group, const CodeBand& band, int32_t g, uint8_t* to) {
+  BlockNumbers scales, minimums = {};
+  gather(band.scales + g, band.scale_stride, scales);
+  bool is_good = place_numbers(format, scales, to);
+  if (has_minimum(format)) {
+    gather(band.minimums + g, band.scale_stride, minimums);
+    is_good &= place_f32(minimums, INFINITY, to + sizeof scales);
   }
-  return bad;
+  const auto is_nan = [&](int32_t output) {
+    return format == Format::F8 &&
+           has_nan_code(band.codes + output * band.code_stride + int64_t{g} * group, group);
+  };
+  if (is_good && format != Format::F8) return -1;
+  for (int32_t output = 0; output < kBlockOutputs; ++output) {
+    if (!is_held(format, scales[output], minimums[output]) || is_nan(output)) return output;
+  }
+  return -1;
 }
 
 // ---- formats with multiples
@@ -147,6 +182,14 @@ void place_planes(Format format, const SuperBand& band, uint8_t* low, uint8_t* h
   }
 }
 
+// Group by group, of the sixteen outputs; there may be no more than eight groups.
+void place_multiples(const int8_t (&multiples)[kBlockOutputs][16], int32_t groups,
+                     uint8_t* packed) {
+  uint8_t turned[16 * kBlockOutputs];
+  place_bytes(reinterpret_cast<const uint8_t*>(multiples), 16, 16, turned);
+  std::memcpy(packed, turned, static_cast<size_t>(groups * kBlockOutputs));
+}
+
 bool is_finite_half(uint16_t bits) { return (bits & 0x7c00u) != 0x7c00u; }
 
 }  // namespace
@@ -177,15 +220,12 @@ int32_t place_super_group(Format format, int32_t group, const SuperBand& band, s
   std::memset(to, 0, 64);
   std::memcpy(to, band.units, 32);
   if (has_minimums) std::memcpy(to + layout.minimum_units, band.minimum_units, 32);
+  place_multiples(band.multiples, layout.groups, to + layout.multiples);
+  if (has_minimums) {
+    place_multiples(band.minimum_multiples, layout.groups, to + layout.minimum_multiples);
+  }
   int32_t bad = -1;
   for (int32_t output = kBlockOutputs - 1; output >= 0; --output) {
-    for (int32_t g = 0; g < layout.groups; ++g) {
-      const int32_t at = g * kBlockOutputs + output;
-      to[layout.multiples + at] = static_cast<uint8_t>(band.multiples[output][g]);
-      if (has_minimums) {
-        to[layout.minimum_multiples + at] = static_cast<uint8_t>(band.minimum_multiples[output][g]);
-      }
-    }
     const bool is_held = is_finite_half(band.units[output]) &&
                          (!has_minimums || is_finite_half(band.minimum_units[output]));
     if (!is_held) bad = output;

@@ -28,6 +28,15 @@ inline float float_from_f16(uint16_t half) {
   return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
 }
 
+// The same for finite numbers, without branches, so that a loop over it is compiled to vectors. Of
+// others infinities.
+inline float float_from_finite_f16(uint16_t half) {
+  const float magnitude = std::bit_cast<float>((half & 0x7fffu) << 13) * 0x1p112f;
+  const uint32_t is_special = (half & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(magnitude) | is_special |
+                              (half & 0x8000u) << 16);
+}
+
 // Without branches, so that a loop over it is compiled to vectors.
 inline uint16_t f16_from_float(float value) {
   const auto bits = std::bit_cast<int32_t>(value);
@@ -47,6 +56,10 @@ inline uint16_t f16_from_float(float value) {
 inline uint16_t f16_from_e4m3(uint8_t bits) {
   return static_cast<uint16_t>((bits & 0x80u) << 8 | (bits & 0x7fu) << 7);
 }
+
+// Twice the e2m1 values, as formats and kernels of plain integers use them with half the scale.
+inline constexpr int8_t kDoubledE2m1[16] = {0, 1,  2,  3,  4,  6,  8,  12,
+                                            0, -1, -2, -3, -4, -6, -8, -12};
 
 // The real weight of an e4m3 code: rounded once as long as 256 scales are a finite number.
 inline float e4m3_times(uint8_t bits, float scale) {

@@ -8,7 +8,9 @@
 namespace headrace {
 
 using Bytes16 = uint8_t __attribute__((vector_size(16)));
+using Signed16 = int8_t __attribute__((vector_size(16)));
 using Words4 = uint32_t __attribute__((vector_size(16)));
+using Doubles2 = uint64_t __attribute__((vector_size(16)));
 
 template <class T>
 T load_as(const uint8_t* p) {
