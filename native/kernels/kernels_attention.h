@@ -33,6 +33,11 @@ Floats load_few_items(const void* p, int n) {
   return load_items<F>(items);
 }
 
+// How much further than into the first cache memory is fetched into the second, so that it is under
+// way before a page of 4 KiB begins, where the processor's own fetching stops
+// (docs/experiments.md).
+constexpr int64_t kFarBytes = 5120;
+
 // Memory that will be read next, fetched line by line between the steps of a computation: the
 // hardware does not follow from keys to values and from page to page.
 struct Ahead {
@@ -54,6 +59,7 @@ class Fetcher {
   void step() {
     for (int done = 0; done < bytes; done += 64) {
       prefetch(at_);
+      prefetch_far(at_ + kFarBytes);
       at_ += hop_;
     }
   }
@@ -153,34 +159,61 @@ inline void join_sum(const Join& join, float sum, float* tail) {
   tail[1] = join.is_first ? sum : __builtin_fmaf(tail[1], join.keep, sum * join.take);
 }
 
-// Scores become exponentials, those of invisible keys beside visible ones 0. Lane l sums the keys
+// Scores of N queries become exponentials, those of invisible keys beside visible ones 0. The
+// queries go side by side, because the chains of one wait for themselves. Lane l sums the keys
 // l, l + 16, ... of the page.
-inline void exponentials(float* scores, int32_t begin, int32_t end, float& maximum, float& sum) {
+template <int N>
+void exponentials(Scores* scores, int32_t begin, int32_t end, float* maxima, float* sums) {
   const int32_t first = begin / 16 * 16;
-  for (int32_t i = first; i < begin; ++i) scores[i] = -__builtin_inff();
-  for (int32_t i = end; i % 16 != 0; ++i) scores[i] = -__builtin_inff();
-  Floats best = load(scores + first);
-  for (int32_t i = first + 16; i < end; i += 16) best = max(best, load(scores + i));
-  maximum = max_lane(best);
-  Floats lanes = splat(0.0f);
-  for (int32_t i = first; i < end; i += 16) {
-    const Floats e = exp_lanes(sub(load(scores + i), splat(maximum)));
-    store(scores + i, e);
-    lanes = add(lanes, e);
+  for (int q = 0; q < N; ++q) {
+    for (int32_t i = first; i < begin; ++i) scores[q][i] = -__builtin_inff();
+    for (int32_t i = end; i % 16 != 0; ++i) scores[q][i] = -__builtin_inff();
   }
-  sum = tree_sum(lanes);
+  Floats best[N];
+  unroll<N>([&](int q) HEADRACE_INLINE { best[q] = load(scores[q] + first); });
+  for (int32_t i = first + 16; i < end; i += 16) {
+    unroll<N>([&](int q) HEADRACE_INLINE { best[q] = max(best[q], load(scores[q] + i)); });
+  }
+  unroll<N>([&](int q) HEADRACE_INLINE {
+    maxima[q] = max_lane(best[q]);
+    best[q] = splat(maxima[q]);
+  });
+  Floats lanes[N];
+  clear<N>(lanes);
+  for (int32_t i = first; i < end; i += 16) {
+    unroll<N>([&](int q) HEADRACE_INLINE {
+      const Floats e = exp_lanes(sub(load(scores[q] + i), best[q]));
+      store(scores[q] + i, e);
+      lanes[q] = add(lanes[q], e);
+    });
+  }
+  unroll<N>([&](int q) HEADRACE_INLINE { sums[q] = tree_sum(lanes[q]); });
+}
+
+// The same for all queries, of which those that see something see the same keys if `is_even`.
+template <int Q>
+void page_exponentials(const PageQuery* queries, bool is_even, Scores* scores, float* maxima,
+                       float* sums) {
+  constexpr int kTogether = Q < 4 ? Q : 4;
+  for (int q = 0; q < Q && is_even; q += kTogether) {
+    exponentials<kTogether>(scores + q, queries[0].begin, queries[0].end, maxima + q, sums + q);
+  }
+  for (int q = 0; q < Q && !is_even; ++q) {
+    if (queries[q].begin >= queries[q].end) continue;
+    exponentials<1>(scores + q, queries[q].begin, queries[q].end, maxima + q, sums + q);
+  }
 }
 
 // The page's maximum and sum join those of each query's state.
 template <int Q>
-void page_softmax(const PageArgs& page, const PageQuery* queries, Scores* scores, Join* joins) {
+void page_softmax(const PageArgs& page, const PageQuery* queries, bool is_even, Scores* scores,
+                  Join* joins) {
   alignas(64) float weights[2 * kQueriesTogether] = {};  // to keep, to take
-  float sums[Q] = {};
+  float maxima[Q], sums[Q];
+  page_exponentials<Q>(queries, is_even, scores, maxima, sums);
   for (int q = 0; q < Q; ++q) {
     if (queries[q].begin >= queries[q].end) continue;
-    float maximum;
-    exponentials(scores[q], queries[q].begin, queries[q].end, maximum, sums[q]);
-    joins[q].is_first = raise_maximum(queries[q].state + page.head_dim, maximum, weights[q],
+    joins[q].is_first = raise_maximum(queries[q].state + page.head_dim, maxima[q], weights[q],
                                       weights[kQueriesTogether + q]);
   }
   store(weights, exp_lanes(load(weights)));
@@ -271,7 +304,7 @@ void attend_together(const PageArgs& page, const PageQuery* queries, const float
   alignas(64) Scores scores[Q];
   page_scores<F, Q>(page, packed, begin, end, scores, before_values);
   Join joins[Q];
-  page_softmax<Q>(page, queries, scores, joins);
+  page_softmax<Q>(page, queries, is_even, scores, joins);
   constexpr int kMaxGroups = F == Format::Q8 ? kMaxHeadDim / kKvGroup : 0;
   alignas(64) float widened[kMaxGroups * kMaxPageTokens + 16];
   const float* scales = nullptr;

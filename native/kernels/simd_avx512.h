@@ -163,5 +163,9 @@ inline Ints dot_small(Ints acc, Bytes w, const int8_t* quad) { return dot_q8(acc
 [[gnu::always_inline]] inline void prefetch(const void* p) {
   _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
 }
+// Into the second cache.
+[[gnu::always_inline]] inline void prefetch_far(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
+}
 
 }  // namespace headrace::HEADRACE_ISA

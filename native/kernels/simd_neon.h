@@ -268,5 +268,7 @@ inline Ints dot_small(Ints acc, Bytes w, const int8_t* quad) { return dot_q8(acc
 
 // As in simd_avx512.h, must be inlined.
 [[gnu::always_inline]] inline void prefetch(const void* p) { __builtin_prefetch(p); }
+// Into the second cache.
+[[gnu::always_inline]] inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 }  // namespace headrace::HEADRACE_ISA

@@ -247,6 +247,7 @@ inline Ints dot_small(Ints acc, Bytes w, const int8_t* quad) {
 }
 
 inline void prefetch(const void*) {}
+inline void prefetch_far(const void*) {}
 
 #undef HEADRACE_LANES
 
