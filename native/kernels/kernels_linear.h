@@ -54,8 +54,6 @@ struct Mxfp4 {
   static constexpr bool kHasMinimum = false;
 };
 
-inline Floats load_f32(const unsigned char* p) { return load(reinterpret_cast<const float*>(p)); }
-
 struct Q8f : Q8 {
   static Floats scales(const unsigned char* p) { return load_f32(p); }
   static constexpr int kScaleBytes = 64;
@@ -114,10 +112,7 @@ void one_row_tile(const LinearArgs& a, int32_t block, int32_t stride, int32_t ro
   const int32_t* sums[1];
   Floats acc[B][1];
   const unsigned char* p[B];
-  unroll<B>([&](auto b) {
-    start_rows(a, row, group, x, sx, sums, acc[b]);
-    p[b] = block_start(a, block + b * stride);
-  });
+  start_blocks(a, block, stride, row, group, x, sx, sums, acc, p);
   constexpr int kCodeBytes = group * kBlockOutputs / F::kCodesPerByte;
   for (int32_t g = 0; g < a.num_groups; ++g) {
     const Ints begin = splat_int(-F::kOffset * sums[0][g]);

@@ -26,8 +26,6 @@ struct TileQ8 {
   static Floats scales(const unsigned char* p) { return load_f16(p); }
 };
 
-inline Floats load_f32(const unsigned char* p) { return load(reinterpret_cast<const float*>(p)); }
-
 struct TileQ8f : TileQ8 {
   static constexpr int kScaleBytes = 64;
   static Floats scales(const unsigned char* p) { return load_f32(p); }

@@ -96,10 +96,7 @@ void super_row_tile(const LinearArgs& a, int32_t block, int32_t stride, int32_t 
   const int32_t* sums[1];
   Floats acc[B][1];
   const unsigned char* p[B];
-  unroll<B>([&](auto b) {
-    start_rows(a, row, kGroup, x, sx, sums, acc[b]);
-    p[b] = block_start(a, block + b * stride);
-  });
+  start_blocks(a, block, stride, row, kGroup, x, sx, sums, acc, p);
   for (int32_t first = 0; first < a.num_groups; first += S::kLayout.groups) {
     SuperScales<S> numbers[B];
     unroll<B>([&](auto b) { numbers[b].read(p[b], kSuperRowPrefetchBytes); });

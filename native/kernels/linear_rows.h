@@ -21,6 +21,8 @@ inline void store_outputs(const LinearArgs& a, int32_t block, int32_t row, Float
   }
 }
 
+inline Floats load_f32(const unsigned char* p) { return load(reinterpret_cast<const float*>(p)); }
+
 // Where the packed weights of a block begin.
 inline const unsigned char* block_start(const LinearArgs& a, int32_t block) {
   return reinterpret_cast<const unsigned char*>(a.weights) + int64_t{block} * a.block_bytes;
@@ -37,6 +39,18 @@ template <int R>
     sx[r] = a.scales + from * a.num_groups;
     sums[r] = a.sums + from * a.num_groups;
     acc[r] = splat(0.0f);
+  });
+}
+
+// The same of one row, for B blocks `stride` apart from `block` on, and where their weights begin.
+template <int B>
+[[gnu::always_inline]] inline void start_blocks(const LinearArgs& a, int32_t block, int32_t stride,
+                                                int32_t row, int32_t group, const int8_t* (&x)[1],
+                                                const float* (&sx)[1], const int32_t* (&sums)[1],
+                                                Floats (&acc)[B][1], const unsigned char* (&p)[B]) {
+  unroll<B>([&](auto b) __attribute__((always_inline)) {
+    start_rows(a, row, group, x, sx, sums, acc[b]);
+    p[b] = block_start(a, block + b * stride);
   });
 }
 
