@@ -392,9 +392,12 @@ class LLM:
             self._end_abandoned()
             return self._loop.submit(ids, params, seed=seed, **options)
 
+    def _is_in_a_fork(self) -> bool:
+        return os.getpid() != self._process
+
     def _require_own_process(self) -> None:
         """Refuse in a fork, before a lock is taken that another thread may have held there."""
-        if os.getpid() != self._process:
+        if self._is_in_a_fork():
             raise RequestError(
                 f"the model was opened by process {self._process}, and a fork of it has none of "
                 "its reading threads\n"
@@ -428,7 +431,7 @@ class LLM:
             self._loop.cancel(self._abandoned.popleft())
 
     def _cancel(self, sequence: TokenSequence) -> None:
-        if os.getpid() != self._process:
+        if self._is_in_a_fork():
             return  # the copy in a fork holds nothing that anybody waits for
         with self._lock:
             self._loop.cancel(sequence)
@@ -542,7 +545,7 @@ class LLM:
 
     def close(self) -> None:
         """Save the history and end the readers; calling twice, or in a fork, does nothing."""
-        if os.getpid() != self._process:
+        if self._is_in_a_fork():
             return
         with self._lock:
             if not self._closed:
