@@ -4,6 +4,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 namespace headrace {
 
@@ -26,5 +27,13 @@ class Error : public std::runtime_error {
  private:
   ErrorKind kind_;
 };
+
+// What to throw where the system does not give a thread.
+inline Error no_threads(const char* purpose, int num_threads, const std::system_error& error) {
+  return {ErrorKind::Config, "cannot start " + std::to_string(num_threads) + " threads for " +
+                                 purpose + ": " + error.code().message() +
+                                 "\nhint: ask for fewer, or raise the limit of processes "
+                                 "(`ulimit -u`, the cgroup's pids.max)"};
+}
 
 }  // namespace headrace

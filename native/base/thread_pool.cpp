@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <system_error>
 
 #include "base/error.h"
 
@@ -118,10 +119,17 @@ Shares::Items Shares::steal(int32_t thread) {
 
 ThreadPool::ThreadPool(int32_t num_threads)
     : parts_(std::make_unique<Shares::Part[]>(num_threads)), shares_(parts_.get(), num_threads) {
-  for (int32_t i = 1; i < num_threads; ++i) workers_.emplace_back([this] { work(); });
+  try {
+    for (int32_t i = 1; i < num_threads; ++i) workers_.emplace_back([this] { work(); });
+  } catch (const std::system_error& error) {
+    stop();
+    throw no_threads("computing", num_threads, error);
+  }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() {
   stopping_.store(true);
   job_.fetch_add(1u << kGenerationShift);
   job_.notify_all();

@@ -157,6 +157,7 @@ class ThreadPool {
   }
   void open(Function function, void* context);
   void close();
+  void stop();
   void work();
   bool join(uint32_t& last);
 

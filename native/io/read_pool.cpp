@@ -4,7 +4,11 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <string>
+#include <system_error>
 #include <utility>
+
+#include "base/error.h"
 
 namespace headrace::io {
 namespace {
@@ -16,8 +20,17 @@ int64_t to_ns(std::chrono::steady_clock::duration duration) {
 }  // namespace
 
 ReadPool::ReadPool(int32_t num_threads) {
+  if (num_threads < 1 || num_threads > kMostReaders) {
+    throw Error(ErrorKind::Config, "readers must be 1 to " + std::to_string(kMostReaders) +
+                                       ", got " + std::to_string(num_threads));
+  }
   threads_.reserve(static_cast<size_t>(num_threads));
-  for (int32_t i = 0; i < num_threads; ++i) threads_.emplace_back([this] { run(); });
+  try {
+    for (int32_t i = 0; i < num_threads; ++i) threads_.emplace_back([this] { run(); });
+  } catch (const std::system_error& error) {
+    stop();
+    throw no_threads("reading", num_threads, error);
+  }
 }
 
 ReadPool::~ReadPool() { stop(); }

@@ -23,6 +23,8 @@
 
 namespace headrace::io {
 
+inline constexpr int32_t kMostReaders = 256;
+
 enum class Priority { Demand, Advice };
 
 struct ReadFailure {
@@ -72,6 +74,7 @@ struct ReadPoolStats {
 
 class ReadPool {
  public:
+  // 1 to kMostReaders threads. Throws Error(Config) if the system gives fewer.
   explicit ReadPool(int32_t num_threads);
   ~ReadPool();
 
