@@ -94,6 +94,19 @@ inline int32_t narrow(int64_t value, const char* op, const char* what) {
   return static_cast<int32_t>(value);
 }
 
+// A number of elements as a product of sizes, none negative: refused where it, or its bytes, cannot
+// be counted.
+inline void require_countable(const char* op, std::initializer_list<int64_t> sizes) {
+  constexpr int64_t kMostElements = int64_t{1} << 56;
+  int64_t product = 1;
+  for (int64_t size : sizes) {
+    if (size < 0 || (product != 0 && size > kMostElements / product)) {
+      throw Error(ErrorKind::Shape, std::string(op) + ": sizes out of range");
+    }
+    product *= size;
+  }
+}
+
 template <class T>
 using NumpyArray = nb::ndarray<nb::numpy, T>;
 

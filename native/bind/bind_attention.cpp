@@ -91,6 +91,7 @@ KvPool make_kv_pool(int64_t num_layers, int64_t num_pages, int64_t num_kv_heads,
       narrow(num_kv_heads, "KVPool", "num_kv_heads"), narrow(head_dim, "KVPool", "head_dim"),
       narrow(page_tokens, "KVPool", "page_tokens"),   parse_format(dtype)};
   check_kv_shape(shape);
+  require_countable("KVPool", {num_layers, num_pages, num_kv_heads, head_dim, page_tokens});
   const auto memory = std::make_shared<io::PageBuffer>(shape.nbytes());
   return KvPool(shape, std::shared_ptr<std::byte>(memory, memory->data()));
 }
@@ -227,6 +228,7 @@ LatentPool make_latent_pool(int64_t num_layers, int64_t num_pages, int64_t laten
                           narrow(page_tokens, "LatentPool", "page_tokens"),
                           parse_format(dtype)};
   check_latent_shape(shape);
+  require_countable("LatentPool", {num_layers, num_pages, shape.width(), page_tokens});
   const auto memory = std::make_shared<io::PageBuffer>(shape.nbytes());
   return LatentPool(shape, std::shared_ptr<std::byte>(memory, memory->data()));
 }

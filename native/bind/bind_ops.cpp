@@ -1,6 +1,7 @@
 // Packed matrices, kernels and threads as Python sees them. Checks arguments, drops the GIL, calls.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -10,6 +11,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -25,6 +27,7 @@
 #include "base/thread_pool.h"
 #include "bind/arrays.h"
 #include "bind/bind.h"
+#include "bind/expert_layout.h"
 #include "io/memory.h"
 #include "kernels/format.h"
 #include "kernels/gguf_blocks.h"
@@ -62,6 +65,7 @@ PackedMatrix make_matrix(AnyArray data, const std::string& format_name, int64_t 
   view.cols = narrow(cols, "Matrix", "cols");
   view.group = checked_group(view.format, narrow(group, "Matrix", "group"));
   if (rows < 1 || cols < 1) throw_shape("Matrix: rows and cols must be at least 1");
+  require_countable("Matrix", {rows, cols});
   view.data =
       reinterpret_cast<const std::byte*>(checked<uint8_t>(data, "Matrix", "data", {view.nbytes()}));
   if (reinterpret_cast<uintptr_t>(view.data) % 64 != 0) {
@@ -82,6 +86,7 @@ NumpyArray<float> unpack_matrix(const PackedMatrix& matrix) {
 int64_t packed_bytes_of(const std::string& format_name, int64_t rows, int64_t cols, int64_t group) {
   const Format format = parse_format(format_name);
   const int32_t g = checked_group(format, narrow(group, "packed_bytes", "group"));
+  require_countable("packed_bytes", {rows, cols});
   return packed_bytes(format, narrow(rows, "packed_bytes", "rows"),
                       narrow(cols, "packed_bytes", "cols"), g);
 }
@@ -199,6 +204,7 @@ void repack_gguf_rows(
   const int32_t num_rows = narrow(static_cast<int64_t>(rows.shape(0)), "repack_gguf", "rows");
   const int32_t g = checked_group(format, narrow(group, "repack_gguf", "group"));
   require_gguf(type, cols, format, g);
+  require_countable("repack_gguf", {num_rows, cols});
   const int64_t row_bytes = int64_t{cols} / type.block * type.nbytes;
   if (static_cast<int64_t>(rows.shape(1)) != row_bytes) {
     throw_shape("repack_gguf: expected rows of " + std::to_string(row_bytes) + " bytes, got " +
@@ -560,7 +566,9 @@ nb::tuple moe_activations_op(const AnyArray& x, const AnyArray& ids, const AnyAr
 Router router_of(const Rows& rows, const PackedMatrix& weight, int64_t top_k, bool renormalize,
                  const char* op) {
   check_input(op, rows, weight.view);
-  return {weight.view, narrow(top_k, op, "top_k"), renormalize};
+  const Router router{weight.view, narrow(top_k, op, "top_k"), renormalize};
+  check_router(router);
+  return router;
 }
 
 nb::tuple router_op(const AnyArray& x, const PackedMatrix& weight, int64_t top_k,
@@ -662,12 +670,6 @@ NumpyArray<float> penalties_op(const AnyArray& logits, const AnyArray& ids, cons
 
 // ---- records in memory
 
-ExpertMatrix expert_matrix(const nb::tuple& t) {
-  const Format format = parse_format(nb::cast<std::string>(t[0]));
-  return {format, nb::cast<int32_t>(t[1]), nb::cast<int32_t>(t[2]),
-          checked_group(format, nb::cast<int32_t>(t[3])), nb::cast<int64_t>(t[4])};
-}
-
 // The feed with the Python arrays that its pointers look into.
 class ResidentFeed final : public RecordFeed {
  public:
@@ -685,14 +687,6 @@ class ResidentFeed final : public RecordFeed {
   std::vector<AnyArray> owners_;
 };
 
-void check_in_record(const ExpertMatrix& m, int64_t record_bytes, const char* name) {
-  const int64_t end = m.offset + packed_bytes(m.format, m.rows, m.cols, m.group);
-  if (m.offset < 0 || m.offset % 64 != 0 || end > record_bytes) {
-    throw_shape(std::string("ResidentFeed: matrix `") + name + "` does not lie in its record of " +
-                std::to_string(record_bytes) + " bytes at a multiple of 64");
-  }
-}
-
 // Records by ascending id, and the arrays that hold them.
 struct ResidentRecords {
   ExpertLayout layout;
@@ -701,31 +695,29 @@ struct ResidentRecords {
   std::vector<const std::byte*> data;
 };
 
-ResidentRecords resident_records(const nb::tuple& gate, const nb::tuple& up, const nb::tuple& down,
-                                 const nb::dict& records) {
-  ResidentRecords held{
-      {expert_matrix(gate), expert_matrix(up), expert_matrix(down), 0}, {}, {}, {}};
-  ExpertLayout& layout = held.layout;
-  for (auto [key, value] : records) held.ids.push_back(nb::cast<int32_t>(key));
-  std::sort(held.ids.begin(), held.ids.end());
-  for (int32_t id : held.ids) {
-    held.owners.push_back(nb::cast<AnyArray>(records[nb::int_(id)]));
-    const AnyArray& record = held.owners.back();
-    held.data.push_back(reinterpret_cast<const std::byte*>(
-        checked<uint8_t>(record, "ResidentFeed", "record", {kAnySize})));
-    layout.record_bytes = static_cast<int64_t>(record.shape(0));
-    check_in_record(layout.gate, layout.record_bytes, "gate");
-    check_in_record(layout.up, layout.record_bytes, "up");
-    check_in_record(layout.down, layout.record_bytes, "down");
-    if (reinterpret_cast<uintptr_t>(held.data.back()) % 64 != 0) {
+using RecordMap = std::map<int32_t, AnyArray>;
+
+ResidentRecords resident_records(const MatrixTuple& gate, const MatrixTuple& up,
+                                 const MatrixTuple& down, const RecordMap& records) {
+  if (records.empty()) throw_shape("ResidentFeed: no records");
+  ResidentRecords held;
+  for (const auto& [id, record] : records) {
+    const uint8_t* bytes = checked<uint8_t>(record, "ResidentFeed", "record", {kAnySize});
+    if (reinterpret_cast<uintptr_t>(bytes) % 64 != 0) {
       throw_array("ResidentFeed", "record", "an address that is a multiple of 64", "another");
     }
+    held.layout =
+        expert_layout(gate, up, down, static_cast<int64_t>(record.shape(0)), "ResidentFeed");
+    held.ids.push_back(id);
+    held.owners.push_back(record);
+    held.data.push_back(reinterpret_cast<const std::byte*>(bytes));
   }
   return held;
 }
 
-ResidentFeed make_resident_feed(const nb::tuple& gate, const nb::tuple& up, const nb::tuple& down,
-                                const nb::dict& records, std::vector<int32_t> order, int32_t step) {
+ResidentFeed make_resident_feed(const MatrixTuple& gate, const MatrixTuple& up,
+                                const MatrixTuple& down, const RecordMap& records,
+                                std::vector<int32_t> order, int32_t step) {
   ResidentRecords held = resident_records(gate, up, down, records);
   if (order.empty()) {
     order.resize(held.ids.size());
@@ -764,8 +756,9 @@ void bind_feeds(nb::module_& m) {
   nb::class_<ResidentFeed, RecordFeed>(m, "ResidentFeed")
       .def(
           "__init__",
-          [](ResidentFeed* self, nb::tuple gate, nb::tuple up, nb::tuple down, nb::dict records,
-             std::vector<int32_t> order, int32_t step) {
+          [](ResidentFeed* self, const MatrixTuple& gate, const MatrixTuple& up,
+             const MatrixTuple& down, const RecordMap& records, std::vector<int32_t> order,
+             int32_t step) {
             new (self) ResidentFeed(make_resident_feed(gate, up, down, records, order, step));
           },
           "gate"_a, "up"_a, "down"_a, "records"_a, "order"_a = std::vector<int32_t>{}, "step"_a = 1)
@@ -774,8 +767,8 @@ void bind_feeds(nb::module_& m) {
   nb::class_<ResidentSource, RecordSource>(m, "ResidentSource")
       .def(
           "__init__",
-          [](ResidentSource* self, const nb::tuple& gate, const nb::tuple& up,
-             const nb::tuple& down, const nb::dict& records) {
+          [](ResidentSource* self, const MatrixTuple& gate, const MatrixTuple& up,
+             const MatrixTuple& down, const RecordMap& records) {
             new (self) ResidentSource(resident_records(gate, up, down, records));
           },
           "gate"_a, "up"_a, "down"_a, "records"_a);

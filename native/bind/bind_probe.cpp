@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "bind/arrays.h"
 #include "bind/bind.h"
 #include "io/probe.h"
 
@@ -30,9 +31,11 @@ std::tuple<int64_t, int64_t, int64_t, int64_t, bool> probe(
                 "record_bytes and block_bytes must be multiples of 4096 above "
                 "zero, readers 1 or more");
   }
+  require_countable("probe_reads", {record_bytes, int64_t{readers} + 1});
   std::vector<io::ProbePlace> wanted;
   for (const auto& [file, offset] : places) {
-    if (file < 0 || file >= static_cast<int32_t>(paths.size()) || offset % io::kAlignment != 0) {
+    if (file < 0 || file >= static_cast<int32_t>(paths.size()) || offset < 0 ||
+        offset % io::kAlignment != 0) {
       throw Error(ErrorKind::Config, "a place names no file, or an offset that is not aligned");
     }
     wanted.push_back({file, offset});

@@ -21,7 +21,9 @@
 #include "base/error.h"
 #include "base/process.h"
 #include "base/record_feed.h"
+#include "bind/arrays.h"
 #include "bind/bind.h"
+#include "bind/expert_layout.h"
 #include "io/checksum.h"
 #include "io/fault.h"
 #include "io/load.h"
@@ -47,7 +49,6 @@ using ConstByteArray = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb:
 using IdArray = nb::ndarray<const int32_t, nb::c_contig, nb::device::cpu>;
 template <typename T, int Dims>
 using Table = nb::ndarray<const T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
-using MatrixTuple = std::tuple<std::string, int32_t, int32_t, int32_t, int64_t>;
 
 std::span<const int32_t> id_span(const IdArray& ids) { return {ids.data(), ids.size()}; }
 
@@ -58,11 +59,6 @@ nb::ndarray<nb::numpy, T> to_numpy(std::vector<T> values, std::initializer_list<
   nb::capsule owner(kept,
                     [](void* pointer) noexcept { delete static_cast<std::vector<T>*>(pointer); });
   return nb::ndarray<nb::numpy, T>(kept->data(), shape, owner);
-}
-
-ExpertMatrix to_matrix(const MatrixTuple& from) {
-  const auto& [format, rows, cols, group, offset] = from;
-  return {parse_format(format), rows, cols, group, offset};
 }
 
 using NamedRequest =
@@ -254,6 +250,7 @@ void repack_coded(const std::vector<std::pair<CodedTuple, ConstByteArray>>& tens
                   const std::string& format, int32_t rows, int32_t cols, int32_t group,
                   const ByteArray& packed, float factor) {
   const ExpertMatrix matrix{parse_format(format), rows, cols, group, 0};
+  require_countable("repack_coded", {rows, cols});
   const int64_t size = packed_bytes(matrix.format, rows, cols, checked_group(matrix.format, group));
   std::byte* const dest = checked_dest(packed, size, "repack_coded");
   for (const auto& [tuple, bytes] : tensors) {
@@ -280,6 +277,7 @@ void repack_rows(const ConstByteArray& source, const std::string& format, int32_
   const int64_t row_bytes = has_groups(dtype) || rows < 1 || cols < 1
                                 ? -1
                                 : packed_bytes(dtype, kBlockOutputs, cols, 1) / kBlockOutputs;
+  require_countable("repack_rows", {rows, cols});
   if (row_bytes < 0 || static_cast<int64_t>(source.size()) != rows * row_bytes) {
     throw Error(ErrorKind::Shape, "repack_rows: expected rows of a floating format, got " +
                                       std::to_string(source.size()) + " bytes of " + format);
@@ -344,7 +342,8 @@ std::shared_ptr<ExpertStore> open_store(
   table.files = std::move(files);
   table.layers = std::move(layers);
   table.num_experts = num_experts;
-  table.layout = {to_matrix(gate), to_matrix(up), to_matrix(down), record_bytes};
+  require_countable("ExpertStore", {record_bytes, options.num_slots});
+  table.layout = expert_layout(gate, up, down, record_bytes, "ExpertStore");
   table.parts_per_record = static_cast<int32_t>(file.shape(2));
   if (offset.size() != file.size() || length.size() != file.size()) {
     throw Error(ErrorKind::Shape, "file, offset and length of the record table differ in shape");
@@ -366,7 +365,8 @@ std::shared_ptr<ExpertStore> open_store(
   }
   for (size_t i = 0; i < copies.shape(0); ++i) {
     const int64_t* row = copies.data() + 3 * i;
-    table.copies.push_back({static_cast<int32_t>(row[0]), static_cast<int32_t>(row[1]), row[2]});
+    table.copies.push_back({narrow(row[0], "ExpertStore", "copied record"),
+                            narrow(row[1], "ExpertStore", "file"), row[2]});
   }
   return ExpertStore::open(std::move(table), options);
 }

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "bind/arrays.h"
 #include "bind/bind.h"
 #include "store/replay.h"
 #include "store/trace.h"
@@ -32,11 +33,22 @@ std::map<std::string, std::map<std::string, int64_t>> result_map(const ReplayRes
   return {{"prefill", counts(result.prefill)}, {"decode", counts(result.decode)}};
 }
 
+// So many that what a policy knows of pairs of experts can be counted.
+void check_shape(int32_t num_rows, int32_t num_experts) {
+  require_countable("a trace", {num_rows, num_experts, num_experts});
+}
+
 }  // namespace
 
 void bind_trace(nb::module_& m) {
   nb::class_<Trace>(m, "Trace", "The routing of recorded runs, in memory.")
-      .def(nb::init<int32_t, int32_t>(), "num_rows"_a, "num_experts"_a)
+      .def(
+          "__init__",
+          [](Trace* self, int32_t num_rows, int32_t num_experts) {
+            check_shape(num_rows, num_experts);
+            new (self) Trace(num_rows, num_experts);
+          },
+          "num_rows"_a, "num_experts"_a)
       .def(
           "add",
           [](Trace& trace, const nb::bytes& block) {
@@ -83,6 +95,7 @@ void bind_trace(nb::module_& m) {
   m.def(
       "policy_bytes",
       [](int32_t num_rows, int32_t num_experts) {
+        check_shape(num_rows, num_experts);
         return store::policy_bytes(store::PolicyKind::NextUse, {num_rows, num_experts, 2, 1.0});
       },
       "num_rows"_a, "num_experts"_a, "Bytes that the most expensive policy holds at most.");

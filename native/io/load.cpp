@@ -14,6 +14,10 @@ std::vector<ReadBlock> cut(std::span<const Range> ranges, int64_t block_bytes) {
   const int64_t step = std::max(align_up(block_bytes), kAlignment);
   std::vector<ReadBlock> blocks;
   for (const Range& range : ranges) {
+    if (range.offset < 0 || range.offset > INT64_MAX - range.length) {
+      throw Error(ErrorKind::Shape, "offset out of range: " + std::to_string(range.offset) +
+                                        " of file " + range.file->path());
+    }
     for (int64_t at = 0; at < range.length; at += step) {
       blocks.push_back(
           {range.file, range.offset + at, std::min(step, range.length - at), range.dest + at});
@@ -166,11 +170,23 @@ void read_named_ranges(std::span<const NamedRange> ranges, int32_t num_readers,
   outcome.throw_first();
 }
 
+namespace {
+
+int64_t checked_row_bytes(int64_t offset, int64_t row_bytes, int64_t num_rows) {
+  if (offset < 0 || row_bytes < 1 || num_rows > (INT64_MAX - offset) / row_bytes) {
+    throw Error(ErrorKind::Shape, "rows of " + std::to_string(row_bytes) + " bytes from offset " +
+                                      std::to_string(offset) + " on are no table");
+  }
+  return row_bytes;
+}
+
+}  // namespace
+
 RowReader::RowReader(std::string path, int64_t offset, int64_t row_bytes, int64_t num_rows,
                      bool direct)
     : file_(std::move(path), direct, ErrorKind::Checkpoint),
       offset_(offset),
-      row_bytes_(row_bytes),
+      row_bytes_(checked_row_bytes(offset, row_bytes, num_rows)),
       num_rows_(num_rows >= 0 ? num_rows
                               : std::max<int64_t>(0, file_.size_bytes() - offset) / row_bytes),
       pool_(kRowReaders) {}

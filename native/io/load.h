@@ -23,7 +23,7 @@ struct Range {
 
 // Reads every range, cut into blocks, by the pool's threads; returns when all bytes are there.
 // Throws Error(kind) naming file, offset, expected and got of the first failure, once no read is in
-// flight.
+// flight; Error(Shape) for an offset out of range.
 void read_ranges(ReadPool& pool, std::span<const Range> ranges, int64_t block_bytes,
                  ErrorKind kind);
 
@@ -47,7 +47,7 @@ std::string describe(const ReadFailure& failure);
 // A row-major table in a file, read row by row: an embedding that stays on the drive.
 class RowReader {
  public:
-  // num_rows < 0: as many as the file holds.
+  // num_rows < 0: as many as the file holds. Throws Error(Shape) for sizes out of range.
   RowReader(std::string path, int64_t offset, int64_t row_bytes, int64_t num_rows, bool direct);
 
   int64_t row_bytes() const { return row_bytes_; }

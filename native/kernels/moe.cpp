@@ -404,6 +404,11 @@ class Mixture {
     int64_t num_seen = 0;
     while (num_seen < num_experts) {
       const int32_t count = feed_.next_ready({ready.get(), static_cast<size_t>(num_experts)});
+      if (count == 0) {
+        throw Error(ErrorKind::Shape,
+                    "moe_ffn: the feed was used before: " + std::to_string(num_experts - num_seen) +
+                        " of " + std::to_string(num_experts) + " records never came");
+      }
       num_seen += count;
       compute({ready.get(), static_cast<size_t>(count)}, num_seen == num_experts);
     }

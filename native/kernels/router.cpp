@@ -58,18 +58,23 @@ void router_topk(ThreadPool& pool, const float* logits, int32_t num_tokens, int3
   }
 }
 
-void route(ThreadPool& pool, const float* x, int32_t num_tokens, const Router& router, int32_t* ids,
-           float* weights) {
-  const int32_t num_experts = router.weight.rows;
+void check_router(const Router& router) {
   if (router.weight.format != Format::F32) {
     throw Error(ErrorKind::Shape, "router_topk: the router must be f32, got " +
                                       std::string(format_name(router.weight.format)));
   }
+  const int32_t num_experts = router.weight.rows;
   if (router.num_chosen < 1 || router.num_chosen > num_experts) {
     throw Error(ErrorKind::Shape, "router_topk: top_k out of range\nexpected 1 to " +
                                       std::to_string(num_experts) + ", got " +
                                       std::to_string(router.num_chosen));
   }
+}
+
+void route(ThreadPool& pool, const float* x, int32_t num_tokens, const Router& router, int32_t* ids,
+           float* weights) {
+  check_router(router);
+  const int32_t num_experts = router.weight.rows;
   PoolBuffer<float> logits(int64_t{num_tokens} * num_experts);
   float* const outs[1] = {logits.get()};
   linears(pool, x, num_tokens, std::span(&router.weight, 1), outs, "router_topk");

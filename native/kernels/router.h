@@ -20,8 +20,10 @@ struct Router {
   bool renormalize;
 };
 
-// The same for x [T, D]: logits are `weight x`. Throws Error(Shape) for a router of another format
-// or an A out of range.
+// Throws Error(Shape) for a router of another format or an A out of range.
+void check_router(const Router& router);
+
+// The same for x [T, D]: logits are `weight x`. Checks the router.
 void route(ThreadPool& pool, const float* x, int32_t num_tokens, const Router& router, int32_t* ids,
            float* weights);
 

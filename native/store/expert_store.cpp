@@ -12,6 +12,7 @@ namespace headrace::store {
 namespace {
 
 constexpr int32_t kMinSlots = 2;
+constexpr int64_t kMostBlockBytes = int64_t{1} << 40;
 constexpr double kUsualBytesPerS = 1e9;  // of a drive alone: nothing depends on it
 constexpr int32_t kNoRow = -1;
 
@@ -35,13 +36,13 @@ void check_options(const Options& options) {
       throw Error(ErrorKind::Config, std::string(what) + ", got " + std::to_string(got));
   };
   require(options.num_slots >= kMinSlots, "num_slots must be at least 2", options.num_slots);
-  require(options.num_readers >= 1 && options.num_readers <= 256, "num_readers must be 1 to 256",
-          options.num_readers);
-  require(options.block_bytes >= io::kAlignment, "block_bytes must be at least 4096",
-          options.block_bytes);
+  require(options.num_readers >= 1 && options.num_readers <= io::kMostReaders,
+          "num_readers must be 1 to 256", options.num_readers);
+  require(options.block_bytes >= io::kAlignment && options.block_bytes <= kMostBlockBytes,
+          "block_bytes must be 4096 to 1 TiB", options.block_bytes);
   require(options.read_ahead >= 1, "read_ahead must be at least 1", options.read_ahead);
   for (const DriveOptions& drive : options.drives) {
-    require(drive.num_readers >= 1 && drive.num_readers <= 256,
+    require(drive.num_readers >= 1 && drive.num_readers <= io::kMostReaders,
             "readers of a drive must be 1 to 256", drive.num_readers);
     require(drive.bytes_per_s > 0, "bandwidth of a drive must be positive",
             static_cast<int64_t>(drive.bytes_per_s));

@@ -12,7 +12,8 @@
 namespace headrace::store {
 namespace {
 
-constexpr int32_t kBlockOutputs = 16;  // outputs are interleaved by 16: see kernels/format.h
+constexpr int32_t kMostLayers = 1 << 20;  // a table by layer is made
+constexpr int32_t kBlockOutputs = 16;     // outputs are interleaved by 16: see kernels/format.h
 // Bytes between two tensors that are read along rather than asked around: what a drive gives in
 // less time than a read of its own takes.
 constexpr int64_t kMergedGap = 16 << 10;
@@ -86,6 +87,9 @@ void check_table(const RecordTable& table) {
     fail("checksums are missing");
   if (record_bytes <= 0 || record_bytes % io::kAlignment != 0) {
     fail("record size " + std::to_string(record_bytes) + " is not a multiple of 4096");
+  }
+  for (const int32_t layer : table.layers) {
+    if (layer < 0 || layer >= kMostLayers) fail("a layer has the number " + std::to_string(layer));
   }
   for (int32_t part = 0; part < 3; ++part) {
     const ExpertMatrix& one = table.layout.matrix(part);

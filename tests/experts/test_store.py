@@ -542,7 +542,7 @@ def test_inconsistent_tables_are_refused(records: Records) -> None:
         replace(table, length=table.length - 4096),
         replace(table, file=table.file + 1),
         replace(table, layers=table.layers[:2]),
-        replace(table, layout=replace(table.layout, record_bytes=1000)),
+        replace(table, layout=replace(table.layout, record_bytes=5000)),
     ):
         with pytest.raises(CheckpointError, match="inconsistent"):
             Records(broken, records.bytes).open()
