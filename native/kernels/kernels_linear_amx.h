@@ -90,20 +90,27 @@ inline constexpr int64_t kTilePrefetchBytes = 4096;
 template <class F, int group>
 inline constexpr int64_t kGroupBytes = group * kBlockOutputs / F::kCodesPerByte + F::kScaleBytes;
 
-// As unpack_group below, for the first groups of a super-group. Codes are never negative.
+// As unpack_group below, for the first groups of a super-group. Of two groups of a step both are
+// unpacked, though the matrix may end with the first.
 template <class S>
 void unpack_super_group(const unsigned char* p, int32_t groups, int8_t* weights, float* scales,
                         float* minimums) {
+  constexpr int kParts = kStepInputs / S::kGroup;
   for (int32_t line = 0; line < S::kLayout.nbytes; line += 64) {
     prefetch(p + kTilePrefetchBytes + line);
   }
   SuperScales<S> numbers;
   numbers.read(p, kSuperPrefetchBytes);
-  for (int32_t g = 0; g < groups; ++g) {
-    const StepPlanes<S> planes(p, g);
+  const __m512i offset = _mm512_set1_epi8(S::kPlanes.offset);
+  for (int32_t step = 0; step * kParts < groups; ++step) {
+    const StepPlanes<S> planes(p, step);
     unroll<8>([&](auto i) {
-      _mm512_store_si512(weights + (g * 8 + i) * 64, planes.template codes<i>().v);
+      const __m512i codes = planes.template codes<i>().v;
+      _mm512_store_si512(weights + (step * 8 + i) * 64,
+                         S::kPlanes.offset == 0 ? codes : _mm512_sub_epi8(codes, offset));
     });
+  }
+  for (int32_t g = 0; g < groups; ++g) {
     store(scales + g * kBlockOutputs, numbers.scales(g));
     if constexpr (S::kPlanes.has_minimum) {
       store(minimums + g * kBlockOutputs, numbers.minimums(g));
@@ -421,9 +428,11 @@ void multiply_rows(const LinearArgs& a) {
 // ---- tiles or vectors
 
 // Rows that are worth a tile: its cost does not depend on how many of its rows are in use, that of
-// vectors does. Where 2, 4, 6, 8 and 12 rows were tried, tiles won from 9 on with groups of 64 and
-// drew level at 12 with groups of 32 (docs/experiments.md, 2026-12-02).
-inline constexpr int32_t least_tile_rows(int group) { return group == 64 ? 9 : 12; }
+// vectors does. By measurement (docs/experiments.md, 2026-12-02): tiles won from 9 on with groups
+// of 64, drew level at 12 with groups of 32, and at a whole tile with groups of 16.
+inline constexpr int32_t least_tile_rows(int group) {
+  return group == 64 ? 9 : group == 32 ? 12 : kTileRows;
+}
 
 inline LinearArgs rows_from(LinearArgs a, int32_t row) {
   if (a.in_rows != nullptr) {
@@ -467,14 +476,13 @@ void nibble_tiles(const LinearArgs& a) {
   }
 }
 
-// Bytes with groups of 32, or of 16, whose sums cost as much to get out of tiles as all of theirs
-// by vectors.
+// Bytes with groups of 32 or 16.
 template <class F, Format format>
 void byte_tiles(const LinearArgs& a) {
   if (a.group == 32) {
     tiles_or_vectors<F, 32, format>(a);
   } else {
-    avx512_table()->linear[static_cast<int>(format)](a);
+    tiles_or_vectors<F, 16, format>(a);
   }
 }
 
@@ -484,12 +492,9 @@ inline void linear_q4a(const LinearArgs& a) { nibble_tiles<TileQ4a, Format::Q4A>
 inline void linear_q8f(const LinearArgs& a) { byte_tiles<TileQ8f, Format::Q8F>(a); }
 inline void linear_q8a(const LinearArgs& a) { byte_tiles<TileQ8a, Format::Q8A>(a); }
 
-// Of the formats with multiples, those with groups of 32.
-inline void linear_q4k_tiles(const LinearArgs& a) {
-  tiles_or_vectors<TileSuper<Q4k>, 32, Format::Q4K>(a);
-}
-inline void linear_q5k_tiles(const LinearArgs& a) {
-  tiles_or_vectors<TileSuper<Q5k>, 32, Format::Q5K>(a);
+template <class S, Format format>
+void super_tiles(const LinearArgs& a) {
+  tiles_or_vectors<TileSuper<S>, S::kGroup, format>(a);
 }
 
 inline const KernelTable* make_table() {
@@ -502,8 +507,12 @@ inline const KernelTable* make_table() {
     t.linear[static_cast<int>(Format::Q8A)] = linear_q8a;
     t.linear[static_cast<int>(Format::Q4F)] = linear_q4f;
     t.linear[static_cast<int>(Format::Q4A)] = linear_q4a;
-    t.linear[static_cast<int>(Format::Q4K)] = linear_q4k_tiles;
-    t.linear[static_cast<int>(Format::Q5K)] = linear_q5k_tiles;
+    t.linear[static_cast<int>(Format::Q2K)] = super_tiles<Q2k, Format::Q2K>;
+    t.linear[static_cast<int>(Format::Q3K)] = super_tiles<Q3k, Format::Q3K>;
+    t.linear[static_cast<int>(Format::Q4K)] = super_tiles<Q4k, Format::Q4K>;
+    t.linear[static_cast<int>(Format::Q5K)] = super_tiles<Q5k, Format::Q5K>;
+    t.linear[static_cast<int>(Format::Q6K)] = super_tiles<Q6k, Format::Q6K>;
+    t.linear[static_cast<int>(Format::Q6KA)] = super_tiles<Q6ka, Format::Q6KA>;
     return t;
   }();
   return &table;
