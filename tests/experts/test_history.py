@@ -11,7 +11,12 @@ import pytest
 import headrace
 from headrace.errors import ConfigError
 from headrace.experts import History
-from headrace.experts.history import FILE_NAME, HALF_LIFE_TOKENS, default_path
+from headrace.experts.history import (
+    FILE_NAME,
+    HALF_LIFE_TOKENS,
+    default_path,
+    write_atomically,
+)
 
 from .conftest import Records, read_all
 
@@ -163,3 +168,18 @@ def test_a_store_warms_from_its_history_and_adds_to_it(records: Records, tmp_pat
         stats = store.stats()
         assert (stats.misses, stats.prefetch_hits) == (0, 2)
     assert make(path).counts[1, [0, 6]].tolist() == pytest.approx([6, 6], abs=0.01)
+
+
+def test_a_link_stays_a_link_and_a_device_a_device(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    link, file, pipe = (tmp_path / name for name in ("link", "file", "pipe"))
+    link.symlink_to(file)
+    history = make(link)
+    history.add(counts_of((0, 3, 10)), 50)
+    history.save()
+    assert link.is_symlink() and make(file).num_tokens == 50
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="not a regular file"):
+        write_atomically(pipe, b"")
+    assert pipe.is_fifo() and sorted(p.name for p in tmp_path.iterdir()) == ["file", "link", "pipe"]

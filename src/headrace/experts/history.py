@@ -6,6 +6,7 @@ logged warning and never stops a run. It reads no weights and decides nothing.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -175,7 +176,16 @@ class History:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file by one of this content, or leave it as it is. Raises OSError."""
+    """Replace a file by one of this content, or leave it as it is.
+
+    A link stays a link: the file that it names is replaced.
+
+    Raises:
+        OSError: the file cannot be written, or is a device or directory, never to be replaced.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
