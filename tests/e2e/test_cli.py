@@ -616,3 +616,37 @@ def test_an_argument_that_the_locale_cannot_read_is_utf8(tiny: Path) -> None:
         assert done.returncode == 0, done.stderr
         ids.append(json.loads(done.stdout)["ids"])
     assert ids[0] == ids[1]
+
+
+def test_the_mark_of_a_file_of_text_is_no_part_of_the_prompt(tiny: Path) -> None:
+    program = "from headrace.cli import main; main()"
+    command = [sys.executable, "-c", program, "run", str(tiny), "-", "-n", "1", "--json", *QUIET]
+    counts = []
+    for start in (b"", b"\xef\xbb\xbf"):
+        done = subprocess.run(command, input=start + b"one", capture_output=True, check=True)
+        counts.append(json.loads(done.stdout)["receipt"]["prompt_tokens"])
+    assert counts[0] == counts[1]
+
+
+def test_a_terminal_without_a_size_shows_what_others_do(tiny: Path) -> None:
+    program = "from headrace.cli import main; main()"
+    environment = {**os.environ, "COLUMNS": "0"}
+    words = ("run", str(tiny), "x", "-n", "2", *QUIET)
+    for arguments, shown in ((words, "memory peak"), (("run", "--help"), "--readers")):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments],
+            capture_output=True, check=True, text=True, env=environment,
+        )  # fmt: skip
+        assert shown in done.stdout + done.stderr
+
+
+def test_a_report_into_a_pipe_keeps_its_lines(tiny: Path, tmp_path: Path) -> None:
+    link = tmp_path / ("long" * 40)
+    link.symlink_to(tiny)
+    program = "from headrace.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "plan", str(link), *QUIET],
+        capture_output=True, check=True, text=True, env={**os.environ, "COLUMNS": "20"},
+    )  # fmt: skip
+    assert done.stdout.splitlines()[0] == f"memory of {link}"
+    assert "\u2026" not in done.stdout

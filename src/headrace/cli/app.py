@@ -103,6 +103,7 @@ def main() -> None:
     """Run the command line and exit."""
     _fill_closed_streams()
     _use_utf8()
+    _forget_no_width()
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
     sys.exit(_run(sys.argv[1:]))
 
@@ -122,14 +123,20 @@ def _fill_closed_streams() -> None:
 
 def _use_utf8() -> None:
     """Read and write UTF-8 whatever the locale says: answers hold every character, and a prompt
-    with bytes that are no text is refused where prompts are checked. Names of files that are no
-    text are written as they are.
+    with bytes that are no text is refused where prompts are checked. The mark that some editors
+    begin a file with is no part of it. Names of files that are no text are written as they are.
     """
-    for stream in (sys.stdin, sys.stdout):
+    for stream, encoding in ((sys.stdin, "utf-8-sig"), (sys.stdout, "utf-8")):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8", errors="surrogateescape")
+            stream.reconfigure(encoding=encoding, errors="surrogateescape")
     if isinstance(sys.stderr, io.TextIOWrapper):
         sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace")
+
+
+def _forget_no_width() -> None:
+    """Drop a COLUMNS of 0, as terminals without a size set it: nothing would be shown at all."""
+    if os.environ.get("COLUMNS", "").strip("0") == "":
+        os.environ.pop("COLUMNS", None)
 
 
 def _run(arguments: list[str]) -> int:

@@ -15,10 +15,20 @@ if TYPE_CHECKING:
     from headrace.llm import LLM
     from headrace.plan import MemoryPlan
 
+UNBOUNDED_WIDTH = 10_000
+
 
 def stderr() -> Console:
     """A console on stderr; NO_COLOR is honoured by rich."""
     return Console(file=sys.stderr, highlight=False, soft_wrap=True)
+
+
+def stdout() -> Console:
+    """A console on stdout. Lines stay whole; where no terminal sets a width, so do tables."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = UNBOUNDED_WIDTH
+    return console
 
 
 def say(text: str, style: str = "dim", end: str = "\n") -> None:
@@ -97,7 +107,7 @@ def describe(llm: "LLM", name: str) -> str:
 
 def print_plan(plan: "MemoryPlan", name: str, drive_bytes_per_s: float | None) -> None:
     """Write a memory plan to stdout."""
-    console = Console(highlight=False)
+    console = stdout()
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column()
     table.add_column(justify="right")

@@ -237,8 +237,9 @@ def _print(
     replays: list[list["Replay"]],
     drives: list[int],
 ) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from headrace.cli.report import stdout
 
     header, first = trace.header, replays[0][0]
     print(
@@ -261,7 +262,7 @@ def _print(
                 format_bytes(_bytes_per_token(trace, result)),
                 *("-" if speed is None else f"{speed:.1f}" for speed in expected),
             )
-    Console(highlight=False).print(table)
+    stdout().print(table)
     print("\n".join(draw_chart(replays)))
 
 

@@ -51,13 +51,13 @@ def _report(found: "Found") -> dict[str, Any]:
 
 
 def _print(model: str, found: "Found", saved: str | None) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from headrace.cli.report import stdout
     from headrace.tuned import describe_settings
 
-    console = Console(highlight=False)
+    console = stdout()
     table = Table(box=None, pad_edge=False)
     for name in ("setting", "value", "seconds", "gain", ""):
         table.add_column(name, justify="right" if name in ("value", "seconds", "gain") else "left")
