@@ -91,7 +91,7 @@ def drive_bandwidth(
     records = open_model(model)[1].records
     if records is None or records.repack is not None:
         raise SystemExit("the drive is measured on a container with experts")
-    length = records.layout.record_bytes
+    length = int(records.length.min())
     places = [(int(f), int(o)) for f, o in zip(records.file.flat, records.offset.flat, strict=True)]
     step = -(-length // blocks // mmap.PAGESIZE) * mmap.PAGESIZE
     order = np.random.default_rng(time.time_ns()).permutation(len(places))

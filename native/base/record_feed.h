@@ -39,6 +39,7 @@ struct ExpertMatrix {
   int64_t offset;  // from the record's start, a multiple of 64
 };
 
+// How the records of one layer lie: shapes are those of every layer, formats may be its own.
 struct ExpertLayout {
   ExpertMatrix gate, up, down;
   int64_t record_bytes;  // a multiple of 4096
@@ -73,7 +74,8 @@ class RecordSource {
  public:
   virtual ~RecordSource() = default;
 
-  virtual const ExpertLayout& layout() const = 0;
+  // Of the records of a layer; throws Error(Shape) for a layer that has none.
+  virtual const ExpertLayout& layout(int32_t layer) const = 0;
 
   // Claims records of a layer. ids: the experts of `num_tokens` tokens, in any order, repeats
   // welcome. Returns at once; the end of the feed gives back what is not done. Throws Error(Shape)

@@ -600,7 +600,7 @@ NumpyArray<float> routed_op(const AnyArray& x, const PackedMatrix& weight, Recor
                             const std::optional<NextTuple>& following) {
   const Rows rows = rows_of(x, "routed_ffn", "x");
   const Router router = router_of(rows, weight, top_k, renormalize, "routed_ffn");
-  check_experts("routed_ffn", rows, source.layout());
+  check_experts("routed_ffn", rows, source.layout(layer));
   std::optional<NextRouter> next;
   if (following) next = next_router(*following, rows, top_k, renormalize);
   Result<float> out({rows.count, rows.width});
@@ -740,7 +740,7 @@ class ResidentSource final : public RecordSource {
   explicit ResidentSource(ResidentRecords held)
       : source_(held.layout, std::move(held.ids), std::move(held.data)),
         owners_(std::move(held.owners)) {}
-  const ExpertLayout& layout() const override { return source_.layout(); }
+  const ExpertLayout& layout(int32_t layer) const override { return source_.layout(layer); }
   std::unique_ptr<RecordFeed> feed(int32_t layer, std::span<const int32_t> ids,
                                    int32_t num_tokens) override {
     return source_.feed(layer, ids, num_tokens);

@@ -209,12 +209,14 @@ const ExpertMatrix& matrix_of(const ExpertLayout& layout, int32_t index) {
 
 // What `encoding` [layers, 3] says of the rows of each matrix.
 std::vector<store::RowSource> row_sources(const Table<int32_t, 2>& encoding,
-                                          const ExpertLayout& layout) {
-  if (encoding.shape(1) != 3) throw Error(ErrorKind::Shape, "encodings are not [layers, 3]");
+                                          const std::vector<ExpertLayout>& layouts) {
+  if (encoding.shape(0) != layouts.size() || encoding.shape(1) != 3) {
+    throw Error(ErrorKind::Shape, "encodings are not [layers, 3]");
+  }
   std::vector<store::RowSource> sources;
   for (size_t i = 0; i < encoding.size(); ++i) {
     const auto index = static_cast<int32_t>(i % 3);
-    const ExpertMatrix& matrix = layout.matrix(index);
+    const ExpertMatrix& matrix = layouts[i / 3].matrix(index);
     const int32_t id = encoding.data()[i];
     if (id == kPlainRows) {
       if (has_groups(matrix.format)) throw Error(ErrorKind::Shape, "plain rows hold no codes");
@@ -309,9 +311,8 @@ store::RowSource gate_up_source(const CodedTensor& tensor, int32_t number,
 }
 
 // Every layer's matrices consist of the same tensors.
-std::vector<store::RowSource> coded_sources(const std::vector<CodedTuple>& coded, size_t num_layers,
-                                            const ExpertLayout& layout) {
-  std::vector<store::RowSource> sources;
+void add_coded_sources(const std::vector<CodedTuple>& coded, const ExpertLayout& layout,
+                       std::vector<store::RowSource>& sources) {
   for (const CodedTuple& one : coded) {
     const int32_t index = std::get<0>(one);
     const CodedTensor tensor = to_coded(one);
@@ -323,17 +324,15 @@ std::vector<store::RowSource> coded_sources(const std::vector<CodedTuple>& coded
     sources.push_back({index, rows.rows, rows.row_bytes, rows.row_values, rows.granule, 1,
                        std::make_shared<CodedRowPacker>(tensor)});
   }
-  const std::vector<store::RowSource> of_layer = sources;
-  for (size_t layer = 1; layer < num_layers; ++layer) {
-    sources.insert(sources.end(), of_layer.begin(), of_layer.end());
-  }
-  return sources;
 }
+
+// Gate, up, down and the size of a record.
+using LayoutTuple = std::tuple<MatrixTuple, MatrixTuple, MatrixTuple, int64_t>;
 
 std::shared_ptr<ExpertStore> open_store(
     std::vector<std::string> files, std::vector<int32_t> layers, int32_t num_experts,
-    const MatrixTuple& gate, const MatrixTuple& up, const MatrixTuple& down, int64_t record_bytes,
-    const Table<int32_t, 3>& file, const Table<int64_t, 3>& offset, const Table<int64_t, 3>& length,
+    const std::vector<LayoutTuple>& layouts, const Table<int32_t, 3>& file,
+    const Table<int64_t, 3>& offset, const Table<int64_t, 3>& length,
     const std::optional<Table<uint64_t, 2>>& checksum,
     const std::optional<Table<int32_t, 2>>& encoding, const std::vector<CodedTuple>& coded,
     const std::optional<Table<float, 3>>& factors, std::vector<int32_t> drive_of_file,
@@ -342,8 +341,10 @@ std::shared_ptr<ExpertStore> open_store(
   table.files = std::move(files);
   table.layers = std::move(layers);
   table.num_experts = num_experts;
-  require_countable("ExpertStore", {record_bytes, options.num_slots});
-  table.layout = expert_layout(gate, up, down, record_bytes, "ExpertStore");
+  for (const auto& [gate, up, down, record_bytes] : layouts) {
+    require_countable("ExpertStore", {record_bytes, options.num_slots});
+    table.layouts.push_back(expert_layout(gate, up, down, record_bytes, "ExpertStore"));
+  }
   table.parts_per_record = static_cast<int32_t>(file.shape(2));
   if (offset.size() != file.size() || length.size() != file.size()) {
     throw Error(ErrorKind::Shape, "file, offset and length of the record table differ in shape");
@@ -353,9 +354,10 @@ std::shared_ptr<ExpertStore> open_store(
     table.parts.push_back({file.data()[i], offset.data()[i], length.data()[i]});
   }
   if (checksum) table.checksums.assign(checksum->data(), checksum->data() + checksum->size());
-  if (encoding) table.sources = row_sources(*encoding, table.layout);
+  if (encoding) table.sources = row_sources(*encoding, table.layouts);
   if (!coded.empty()) {
-    table.sources = coded_sources(coded, table.layers.size(), table.layout);
+    for (const ExpertLayout& layout : table.layouts)
+      add_coded_sources(coded, layout, table.sources);
     table.finish = &finish_coded;
   }
   if (factors) table.factors.assign(factors->data(), factors->data() + factors->size());
@@ -557,8 +559,8 @@ void bind_expert_store(nb::module_& m) {
   nb::class_<ExpertStore, RecordSource>(m, "ExpertStore", "The owner of every expert byte.")
       .def(
           nb::new_([](std::vector<std::string> files, std::vector<int32_t> layers,
-                      int32_t num_experts, const MatrixTuple& gate, const MatrixTuple& up,
-                      const MatrixTuple& down, int64_t record_bytes, const Table<int32_t, 3>& file,
+                      int32_t num_experts, const std::vector<LayoutTuple>& layouts,
+                      const Table<int32_t, 3>& file,
                       const Table<int64_t, 3>& offset, const Table<int64_t, 3>& length,
                       const std::optional<Table<uint64_t, 2>>& checksum,
                       const std::optional<Table<int32_t, 2>>& encoding,
@@ -579,12 +581,11 @@ void bind_expert_store(nb::module_& m) {
                                    .drives = {},
                                    .lookahead = lookahead};
             for (const auto& [readers, rate] : drives) options.drives.push_back({readers, rate});
-            return open_store(std::move(files), std::move(layers), num_experts, gate, up, down,
-                              record_bytes, file, offset, length, checksum, encoding, coded,
+            return open_store(std::move(files), std::move(layers), num_experts, layouts,
+                              file, offset, length, checksum, encoding, coded,
                               factors, std::move(drive_of_file), copies, options);
           }),
-          nb::kw_only(), "files"_a, "layers"_a, "num_experts"_a, "gate"_a, "up"_a, "down"_a,
-          "record_bytes"_a, "file"_a, "offset"_a, "length"_a, "checksum"_a.none(),
+          nb::kw_only(), "files"_a, "layers"_a, "num_experts"_a, "layouts"_a, "file"_a, "offset"_a, "length"_a, "checksum"_a.none(),
           "encoding"_a.none(), "coded"_a, "factors"_a.none(), "num_slots"_a, "num_readers"_a,
           "block_bytes"_a, "read_ahead"_a, "direct"_a, "half_life_tokens"_a, "lock"_a, "policy"_a,
           "lookahead"_a, "drive_of_file"_a, "copies"_a, "drives"_a)

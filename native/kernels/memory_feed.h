@@ -72,7 +72,7 @@ class MemorySource final : public RecordSource {
   MemorySource(ExpertLayout layout, std::vector<int32_t> ids, std::vector<const std::byte*> records)
       : layout_(layout), ids_(std::move(ids)), records_(std::move(records)) {}
 
-  const ExpertLayout& layout() const override { return layout_; }
+  const ExpertLayout& layout(int32_t /*layer*/) const override { return layout_; }
 
   std::unique_ptr<RecordFeed> feed(int32_t layer, std::span<const int32_t> ids, int32_t) override {
     std::vector<int32_t> wanted(ids.begin(), ids.end());

@@ -33,7 +33,10 @@ size_t at(int64_t value) { return static_cast<size_t>(value); }
 }  // namespace
 
 Drives::Drives(const RecordTable& table, std::span<const DriveOptions> drives)
-    : table_(table), copies_(table.copies), is_damaged_(table.copies.size(), false) {
+    : table_(table),
+      record_bytes_(static_cast<double>(table.largest_record())),
+      copies_(table.copies),
+      is_damaged_(table.copies.size(), false) {
   const size_t num_records = table.layers.size() * at(table.num_experts);
   std::stable_sort(copies_.begin(), copies_.end(),
                    [](const RecordCopy& a, const RecordCopy& b) { return a.record < b.record; });
@@ -55,7 +58,7 @@ Drives::Drives(const RecordTable& table, std::span<const DriveOptions> drives)
   for (const DriveOptions& options : drives) {
     Drive& drive = drives_.emplace_back();
     drive.readers = std::make_unique<io::ReadPool>(options.num_readers);
-    drive.seen_bytes = kFirstRecords * static_cast<double>(table.layout.record_bytes);
+    drive.seen_bytes = kFirstRecords * record_bytes_;
     drive.seen_ns = drive.seen_bytes / options.bytes_per_s * 1e9;
   }
 }
@@ -93,8 +96,7 @@ std::vector<Drives::Holder> Drives::holders(int32_t record, io::Priority priorit
 
 // Gives each drive what it reads from the end of its queue to the moment at which all drives end
 // together. Those that would read nothing, or too little to be worth a read, are left out.
-void Drives::fill_shares(std::vector<Holder>& holders) const {
-  const double record_bytes = static_cast<double>(table_.layout.record_bytes);
+void Drives::fill_shares(std::vector<Holder>& holders, double record_bytes) const {
   const double least = std::min(kLeastShareOfRecord * record_bytes, kLeastShareBytes);
   while (true) {
     double bytes = record_bytes;
@@ -115,7 +117,7 @@ void Drives::fill_shares(std::vector<Holder>& holders) const {
 
 std::vector<RecordShare> Drives::divide(int32_t record, io::Priority priority, Places tried,
                                         bool whole) {
-  const int64_t record_bytes = table_.layout.record_bytes;
+  const int64_t record_bytes = table_.layout_of(record).record_bytes;
   std::vector<Holder> used = holders(record, priority, tried);
   if (used.empty()) return {};
   if (whole) {
@@ -127,7 +129,7 @@ std::vector<RecordShare> Drives::divide(int32_t record, io::Priority priority, P
       return ends_at(a) < ends_at(b);
     })};
   }
-  fill_shares(used);
+  fill_shares(used, static_cast<double>(record_bytes));
   std::vector<RecordShare> shares;
   int64_t start = 0;
   double filled_bytes = 0.0;
@@ -200,7 +202,7 @@ void Drives::learn(Drive& drive) {
   drive.seen_bytes += static_cast<double>(now.bytes_read - drive.counted.bytes_read);
   drive.seen_ns += static_cast<double>(now.busy_ns - drive.counted.busy_ns);
   drive.counted = now;
-  if (drive.seen_bytes > kKeptRecords * static_cast<double>(table_.layout.record_bytes)) {
+  if (drive.seen_bytes > kKeptRecords * record_bytes_) {
     drive.seen_bytes /= 2;
     drive.seen_ns /= 2;
   }

@@ -109,7 +109,7 @@ class Drives {
     double share_bytes;
   };
   std::vector<Holder> holders(int32_t record, io::Priority priority, Places tried) const;
-  void fill_shares(std::vector<Holder>& holders) const;
+  void fill_shares(std::vector<Holder>& holders, double record_bytes) const;
   void pass_over(int32_t record, const std::vector<Holder>& used);
   int32_t drive_of(int32_t record, int32_t place) const;
   int64_t& queue_of(const DriveJob& job);
@@ -117,6 +117,7 @@ class Drives {
   void learn(Drive& drive);
 
   const RecordTable& table_;
+  const double record_bytes_;  // of the largest
   std::vector<Drive> drives_;
   std::vector<int32_t> first_copy_;  // of each record, and the end
   std::vector<RecordCopy> copies_;   // by record

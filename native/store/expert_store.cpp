@@ -64,7 +64,8 @@ std::shared_ptr<ExpertStore> ExpertStore::open(RecordTable table, const Options&
 ExpertStore::ExpertStore(RecordTable table, const Options& options)
     : table_(std::move(table)),
       options_(options),
-      memory_(table_.layout.record_bytes * options.num_slots),
+      slot_bytes_(table_.largest_record()),
+      memory_(slot_bytes_ * options.num_slots),
       slots_(at(options.num_slots)),
       lookahead_(table_.num_experts),
       policy_(Policy::make(options.policy,
@@ -115,6 +116,16 @@ void ExpertStore::free_memory_if_unused_locked() {
 
 // Where things are
 
+int64_t RecordTable::largest_record() const {
+  int64_t bytes = 0;
+  for (const ExpertLayout& layout : layouts) bytes = std::max(bytes, layout.record_bytes);
+  return bytes;
+}
+
+const ExpertLayout& ExpertStore::layout(int32_t layer) const {
+  return table_.layouts[at(layer_row(layer))];
+}
+
 int32_t ExpertStore::layer_row(int32_t layer) const {
   const int32_t row =
       layer >= 0 && at(layer) < row_of_layer_.size() ? row_of_layer_[at(layer)] : -1;
@@ -133,7 +144,7 @@ int32_t ExpertStore::record_of(int32_t row, int32_t expert) const {
 }
 
 std::byte* ExpertStore::slot_data(int32_t slot) const {
-  return memory_.data() + slot * table_.layout.record_bytes;
+  return memory_.data() + slot * slot_bytes_;
 }
 
 std::span<const RecordPart> ExpertStore::parts(int32_t record) const {
@@ -448,7 +459,7 @@ int32_t ExpertStore::resize(int32_t num_slots) {
     retired_.push_back(slot);
     is_touched_[at(slot)] = false;
     if (memory_.data() != nullptr) {
-      memory_.discard(slot * table_.layout.record_bytes, table_.layout.record_bytes);
+      memory_.discard(slot * slot_bytes_, slot_bytes_);
     }
   }
   while (active() < num_slots) {
@@ -483,7 +494,7 @@ void ExpertStore::start_load_locked(int32_t record, int32_t slot, io::Priority p
                                        part.offset, part.length)) [[unlikely]] {
     target.state = SlotState::Ready;  // the planted bug: whatever the slot held before
     if (is_candidate(target)) policy_->insert(record);  // pinned next if it was demanded
-    count_bytes_locked(record, priority, table_.layout.record_bytes);
+    count_bytes_locked(record, priority, table_.layout_of(record).record_bytes);
     return;
   }
   if (priority == io::Priority::Advice) advised_.push_back(slot);
@@ -744,7 +755,7 @@ void ExpertStore::measure_drive_locked() {
   if (readers.bytes_read > 0) {
     record_ns_ = static_cast<int64_t>(static_cast<double>(readers.busy_ns) /
                                       static_cast<double>(readers.bytes_read) *
-                                      static_cast<double>(table_.layout.record_bytes));
+                                      static_cast<double>(slot_bytes_));
   }
 }
 
@@ -880,6 +891,7 @@ std::string ExpertStore::debug_check() const {
 Lease::Lease(std::shared_ptr<ExpertStore> store, int32_t first_record,
              std::span<const int32_t> num_tokens)
     : store_(std::move(store)),
+      layout_(&store_->table_.layout_of(first_record)),
       ids_(std::count_if(num_tokens.begin(), num_tokens.end(), [](int32_t n) { return n > 0; })),
       num_tokens_(ids_.count()),
       items_(ids_.count()) {
@@ -893,7 +905,7 @@ Lease::Lease(std::shared_ptr<ExpertStore> store, int32_t first_record,
   }
 }
 
-const ExpertLayout& Lease::layout() const { return store_->table_.layout; }
+const ExpertLayout& Lease::layout() const { return *layout_; }
 int32_t Lease::next_ready(std::span<int32_t> out) { return store_->next_ready(*this, out); }
 void Lease::done(int32_t index) { store_->done(*this, index); }
 void Lease::release() { store_->release(*this); }

@@ -82,7 +82,7 @@ struct RecordTable {
   std::vector<std::string> files;
   std::vector<int32_t> layers;  // the model's layer number of each row of the table
   int32_t num_experts = 0;
-  ExpertLayout layout{};
+  std::vector<ExpertLayout> layouts;   // of each row's records; slots are as large as the largest
   int32_t parts_per_record = 1;        // 1 packed, 3 and more in place
   std::vector<RecordPart> parts;       // [layers, experts, parts_per_record]
   std::vector<uint64_t> checksums;     // [layers, experts] of packed records, or empty
@@ -93,6 +93,10 @@ struct RecordTable {
   std::vector<RecordCopy> copies;      // of packed records, in files that `files` names, too
 
   bool is_in_place() const { return !sources.empty(); }
+  const ExpertLayout& layout_of(int32_t record) const {
+    return layouts[static_cast<size_t>(record / num_experts)];
+  }
+  int64_t largest_record() const;  // bytes
 };
 
 struct Options {
@@ -116,7 +120,7 @@ struct Stats {
   int64_t joined = 0;         // hits whose read had not finished
   int64_t prefetch_hits = 0;  // hits whose bytes were read by advice, counted at the first use
   int64_t evictions = 0;
-  int64_t bytes_read = 0;      // for misses; bytes_read == misses * record_bytes for packed records
+  int64_t bytes_read = 0;      // for misses; of packed records their sizes
   int64_t prefetch_bytes = 0;  // for prefetch and warm
   int64_t reread_bytes = 0;    // part of the two above: records that had been read before
   int64_t failed_reads = 0;    // of records, advised ones too; their bytes count nowhere
@@ -182,6 +186,7 @@ class Lease final : public RecordFeed {
   std::span<Item> items() const { return {items_.get(), size()}; }
 
   std::shared_ptr<ExpertStore> store_;
+  const ExpertLayout* layout_;
   PoolBuffer<int32_t> ids_;
   PoolBuffer<int32_t> num_tokens_;
   PoolBuffer<Item> items_;  // as all below: under the store's mutex
@@ -208,7 +213,7 @@ class ExpertStore final : public RecordSource, public std::enable_shared_from_th
                                    int32_t num_tokens) override {
     return acquire(layer, ids, num_tokens);
   }
-  const ExpertLayout& layout() const override { return table_.layout; }
+  const ExpertLayout& layout(int32_t layer) const override;
   bool wants_advice() const override;
   // Advice for a layer: reads what is missing of it at low priority, into a few slots set aside: of
   // those that hold records in use only a few are ever given up for it. What has not begun when the
@@ -320,6 +325,7 @@ class ExpertStore final : public RecordSource, public std::enable_shared_from_th
   const RecordTable table_;
   const Options options_;
   std::vector<std::unique_ptr<io::File>> files_;
+  const int64_t slot_bytes_;
   io::PageBuffer memory_;
   std::vector<int32_t> row_of_layer_;  // -1: the layer has no experts
 

@@ -72,12 +72,25 @@ void check_sources(const RecordTable& table) {
   }
 }
 
+void check_layout(const ExpertLayout& layout) {
+  const int64_t record_bytes = layout.record_bytes;
+  if (record_bytes <= 0 || record_bytes % io::kAlignment != 0) {
+    fail("record size " + std::to_string(record_bytes) + " is not a multiple of 4096");
+  }
+  for (int32_t part = 0; part < 3; ++part) {
+    const ExpertMatrix& one = layout.matrix(part);
+    if (one.rows <= 0 || one.cols <= 0 || one.offset < 0 || one.offset % 64 != 0 ||
+        one.offset >= record_bytes) {
+      fail(std::string("matrix ") + kPartNames[at(part)] + " does not fit the record");
+    }
+  }
+}
+
 }  // namespace
 
 void check_table(const RecordTable& table) {
   const bool is_in_place = table.is_in_place();
   const size_t num_records = table.layers.size() * at(std::max(table.num_experts, 0));
-  const int64_t record_bytes = table.layout.record_bytes;
   if (num_records == 0) fail("it holds no record");
   if (!is_in_place && table.parts_per_record != 1) {
     fail("expected 1 range per record, got " + std::to_string(table.parts_per_record));
@@ -85,26 +98,18 @@ void check_table(const RecordTable& table) {
   if (table.parts.size() != num_records * at(table.parts_per_record)) fail("ranges are missing");
   if (!table.checksums.empty() && table.checksums.size() != num_records)
     fail("checksums are missing");
-  if (record_bytes <= 0 || record_bytes % io::kAlignment != 0) {
-    fail("record size " + std::to_string(record_bytes) + " is not a multiple of 4096");
-  }
   for (const int32_t layer : table.layers) {
     if (layer < 0 || layer >= kMostLayers) fail("a layer has the number " + std::to_string(layer));
   }
-  for (int32_t part = 0; part < 3; ++part) {
-    const ExpertMatrix& one = table.layout.matrix(part);
-    if (one.rows <= 0 || one.cols <= 0 || one.offset < 0 || one.offset % 64 != 0 ||
-        one.offset >= record_bytes) {
-      fail(std::string("matrix ") + kPartNames[at(part)] + " does not fit the record");
-    }
-  }
+  if (table.layouts.size() != table.layers.size()) fail("layouts are missing");
+  for (const ExpertLayout& layout : table.layouts) check_layout(layout);
   if (is_in_place) check_sources(table);
   for (size_t i = 0; i < table.parts.size(); ++i) {
     const RecordPart& part = table.parts[i];
-    int64_t expected = record_bytes;
+    const int32_t width = table.parts_per_record;
+    const auto index = static_cast<int32_t>(i);
+    int64_t expected = table.layout_of(index / width).record_bytes;
     if (is_in_place) {
-      const int32_t width = table.parts_per_record;
-      const auto index = static_cast<int32_t>(i);
       const RowSource& source = row_source(table, index / width, index % width);
       expected = source.rows * source.row_bytes;
     }
@@ -205,7 +210,7 @@ const RowSource& ExpertStore::Load::source(int32_t part) const {
 RecordPart ExpertStore::Load::part(int32_t place, int32_t index) const {
   if (place == 0) return store_.parts(record_)[at(index)];
   const RecordCopy& copy = store_.readers_->copy(record_, place);
-  return {copy.file, copy.offset, store_.table_.layout.record_bytes};
+  return {copy.file, copy.offset, store_.table_.layout_of(record_).record_bytes};
 }
 
 io::ReadBlock ExpertStore::Load::Share::block(int32_t index) const {
@@ -255,7 +260,7 @@ void ExpertStore::Load::pack(int32_t part, int32_t first, int32_t count, std::by
     std::memmove(bytes - misfit, bytes, at(count * from.row_bytes));
     bytes -= misfit;
   }
-  const ExpertMatrix& one = table.layout.matrix(from.matrix);
+  const ExpertMatrix& one = table.layout_of(record_).matrix(from.matrix);
   const float factor =
       table.factors.empty() ? 1.0f : table.factors[at(int64_t{record_} * 3 + from.matrix)];
   const int64_t bad =
@@ -271,7 +276,7 @@ void ExpertStore::Load::note_bad_value(int32_t part, int64_t index) {
 void ExpertStore::Load::finish_matrices() {
   if (store_.table_.finish == nullptr) return;
   for (int32_t i = 0; i < 3; ++i) {
-    const ExpertMatrix& one = store_.table_.layout.matrix(i);
+    const ExpertMatrix& one = store_.table_.layout_of(record_).matrix(i);
     store_.table_.finish(one, store_.slot_data(slot_) + one.offset);
   }
 }
@@ -304,7 +309,7 @@ std::string ExpertStore::Load::judge() {
   const std::vector<uint64_t>& checksums = store_.table_.checksums;
   std::string error = value_error();
   if (error.empty() && !checksums.empty()) {
-    const uint64_t got = io::checksum(bytes({0, 0, store_.table_.layout.record_bytes}));
+    const uint64_t got = io::checksum(bytes({0, 0, store_.table_.layout_of(record_).record_bytes}));
     if (got == checksums[at(record_)]) {
       settle_doubts();
       return "";

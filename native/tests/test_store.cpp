@@ -28,10 +28,11 @@ struct Fixture {
   Fixture() {
     table.layers = kLayers;
     table.num_experts = kExperts;
-    table.layout = {{Format::Q8, 32, 16, 32, 0},
-                    {Format::Q8, 32, 16, 32, 1088},
-                    {Format::Q8, 16, 32, 32, 2176},
-                    kRecordBytes};
+    const ExpertLayout layout{{Format::Q8, 32, 16, 32, 0},
+                              {Format::Q8, 32, 16, 32, 1088},
+                              {Format::Q8, 16, 32, 32, 2176},
+                              kRecordBytes};
+    table.layouts = {layout, layout};
     for (size_t row = 0; row < kLayers.size(); ++row) {
       const std::vector<std::byte> bytes = test::random_bytes(kExperts * kRecordBytes, row);
       table.files.push_back(folder.write("layer" + std::to_string(row), bytes));
@@ -234,10 +235,11 @@ void test_records_in_place() {
                      {1, kInner, kHidden * 2, kHidden, 16, 2, packer},
                      {2, kHidden, kInner * 2, kInner, 16, 2, packer}};
     constexpr int64_t kUpBytes = 48 * kHidden * 2, kDownBytes = 80 * kInner * 2;
-    table.layout = {{Format::BF16, kInner, kHidden, 1, 0},
-                    {Format::BF16, kInner, kHidden, 1, kUpBytes},
-                    {Format::BF16, kHidden, kInner, 1, 2 * kUpBytes},
-                    io::align_up(2 * kUpBytes + kDownBytes)};
+    const ExpertLayout layout{{Format::BF16, kInner, kHidden, 1, 0},
+                              {Format::BF16, kInner, kHidden, 1, kUpBytes},
+                              {Format::BF16, kHidden, kInner, 1, 2 * kUpBytes},
+                              io::align_up(2 * kUpBytes + kDownBytes)};
+    table.layouts = {layout};
     int64_t offset = start;
     for (int32_t part = 0; part < 12; ++part) {
       table.parts.push_back({part % 2, offset, kInner * kHidden * 2});
@@ -254,8 +256,7 @@ void test_records_in_place() {
       while (const int32_t count = lease->next_ready(ready)) {
         for (int32_t i = 0; i < count; ++i, ++seen) {
           std::vector<std::byte> expected(static_cast<size_t>(2 * kUpBytes + kDownBytes));
-          const ExpertMatrix* matrices[] = {&table.layout.gate, &table.layout.up,
-                                            &table.layout.down};
+          const ExpertMatrix* matrices[] = {&layout.gate, &layout.up, &layout.down};
           for (int32_t part = 0; part < 3; ++part) {
             const ExpertMatrix& one = *matrices[part];
             const store::RecordPart& place = table.parts[static_cast<size_t>(ready[i] * 3 + part)];

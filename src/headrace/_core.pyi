@@ -1,7 +1,7 @@
 """Typed face of the native module: first what bind_ops.cpp gives, then bind_store.cpp."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -321,6 +321,8 @@ class Lease(RecordFeed):
     def __enter__(self) -> Lease: ...
     def __exit__(self, *args: object) -> None: ...
 
+_MatrixTuple: TypeAlias = tuple[str, int, int, int, int]
+
 class ExpertStore(RecordSource):
     def __init__(
         self,
@@ -328,10 +330,7 @@ class ExpertStore(RecordSource):
         files: Sequence[str],
         layers: Sequence[int],
         num_experts: int,
-        gate: tuple[str, int, int, int, int],
-        up: tuple[str, int, int, int, int],
-        down: tuple[str, int, int, int, int],
-        record_bytes: int,
+        layouts: Sequence[tuple[_MatrixTuple, _MatrixTuple, _MatrixTuple, int]],
         file: Int32,
         offset: Int64,
         length: Int64,

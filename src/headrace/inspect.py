@@ -95,7 +95,7 @@ def describe(path: Path) -> dict[str, Any]:
     if records is not None and summary["experts"] is not None:
         active = spec.num_experts_per_tok * len(records.layers)
         summary["experts"]["num_experts_per_tok"] = spec.num_experts_per_tok
-        summary["experts"]["working_set_bytes"] = active * records.layout.record_bytes
+        summary["experts"]["working_set_bytes"] = active * records.record_bytes
         summary["experts"]["cold_token_read_bytes"] = active * records.read_bytes
     if isinstance(checkpoint, ContainerCheckpoint):
         summary["version"] = checkpoint.manifest["version"]
@@ -124,17 +124,18 @@ def _count_formats(tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
 
 
 def _describe_records(table: RecordTable) -> dict[str, Any]:
-    gate = table.layout.gate
+    gate = table.shape.gate
     return {
         "format": gate.format,
+        "formats": list(table.formats),
         "group": gate.group,
         "in_place": table.repack is not None,
         "num_layers": len(table.layers),
         "num_experts": table.num_experts,
         "num_records": table.num_records,
         "moe_intermediate_size": gate.rows,
-        "record_bytes": table.layout.record_bytes,
-        "bytes": table.num_records * table.layout.record_bytes,
+        "record_bytes": table.record_bytes,
+        "bytes": table.num_experts * sum(one.record_bytes for one in table.layouts),
     }
 
 
@@ -403,7 +404,7 @@ def _container_frames(checkpoint: ContainerCheckpoint) -> Iterator[_Frame]:
     for table in (checkpoint.records, checkpoint.mtp_records):
         for layer in () if table is None else table.layers:
             assert table is not None, "it has layers"
-            record_bytes = table.layout.record_bytes
+            record_bytes = table.layout_of(layer).record_bytes
             header = expert_header(layer, table.num_experts, record_bytes)
             path = checkpoint.path / expert_file_name(layer)
             yield _Frame(path, header, table.num_experts * record_bytes)
@@ -416,8 +417,8 @@ def _container_ranges(checkpoint: ContainerCheckpoint) -> Iterator[_Range]:
         if table is None:
             continue
         assert table.checksum is not None, "a container has a checksum per record"
-        record_bytes = table.layout.record_bytes
         for i, layer in enumerate(table.layers):
+            record_bytes = table.layouts[i].record_bytes
             for expert in range(table.num_experts):
                 path = table.files[int(table.file[i, expert, 0])]
                 entry = TensorEntry(

@@ -65,7 +65,7 @@ class MirrorPlan:
     has_history: bool
     num_slots: int  # records that memory holds, and that are not read
     num_records: int
-    record_bytes: int
+    record_bytes: dict[int, int]  # of one record, by layer
     budget_bytes: int
     layers: dict[int, tuple[int, ...]]  # layer -> experts, ascending
     is_same_drive: bool
@@ -74,7 +74,7 @@ class MirrorPlan:
     @property
     def mirror_bytes(self) -> int:
         """Bytes of the records chosen."""
-        return self.num_chosen * self.record_bytes
+        return sum(len(experts) * self.record_bytes[n] for n, experts in self.layers.items())
 
     @property
     def num_chosen(self) -> int:
@@ -174,7 +174,7 @@ def plan_mirror(
         has_history=has_history,
         num_slots=plan.num_slots,
         num_records=table.num_records,
-        record_bytes=table.layout.record_bytes,
+        record_bytes={n: table.layout_of(n).record_bytes for n in table.layers},
         budget_bytes=budget,
         layers=layers,
         is_same_drive=find_drive(table.files[0]).shares_with(find_drive(_existing(folder))),
@@ -288,7 +288,7 @@ def choose(
     def numbers(wanted: float) -> npt.NDArray[np.int64]:
         return np.asarray((part < wanted * (1 - 1e-12)).sum(axis=1), np.int64)
 
-    most = budget_bytes // table.layout.record_bytes
+    most = budget_bytes // table.record_bytes
     low, high = 0.0, share
     if numbers(share).sum() > most:
         for _ in range(60):
@@ -353,7 +353,7 @@ def stage(
     for layer, experts in plan.layers.items():
         path = plan.folder / expert_file_name(layer)
         if is_staged(plan.folder, layer, experts, table):
-            done += len(experts) * plan.record_bytes
+            done += len(experts) * plan.record_bytes[layer]
         elif not experts:
             path.unlink()
         else:
@@ -366,14 +366,13 @@ def stage(
 
 def _write_layer(path: Path, layer: int, experts: Sequence[int], table: RecordTable) -> Any:
     """Copy records into a layer's file; yields the bytes of each."""
-    nbytes = table.layout.record_bytes
+    nbytes = table.layout_of(layer).record_bytes
     data = make_record(table)
     names = [record_name(layer, expert) for expert in experts]
     with whole_file(path) as file:
         write_all(file, padded_header((name, "U8", (nbytes,), nbytes) for name in names))
         for expert in experts:
-            read_record(table, layer, expert, data)
-            write_all(file, data)
+            write_all(file, read_record(table, layer, expert, data))
             yield nbytes
 
 

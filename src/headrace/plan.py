@@ -117,7 +117,7 @@ def measure_sizes(spec: ModelSpec, checkpoint: Checkpoint, kv: str) -> ModelSize
         embedding_bytes=embedding,
         kv_bytes_per_token=spec.kv_bytes_per_token(kv),
         num_records=records.num_records if records else 0,
-        record_bytes=records.layout.record_bytes if records else 0,
+        record_bytes=records.record_bytes if records else 0,
         record_read_bytes=records.read_bytes if records else 0,
         reader_bytes=_reader_bytes(checkpoint),
         tokenizer_bytes=tokenizer_bytes(spec, checkpoint),

@@ -225,7 +225,7 @@ def _largest_step(plan: ConvertPlan, supply: RemoteSupply) -> int:
     steps: dict[str, list[TensorEntry]] = {
         DENSE_NAME: [e for t in plan.tensors for e in dense_entries(plan.source, t.name)]
     }
-    for layer in plan.layers:
+    for layer in plan.layouts:
         steps[str(layer)] = record_entries(plan.source, layer)
     return max(sum(n for _, _, n in supply.ranges(entries)) for entries in steps.values())
 

@@ -49,14 +49,14 @@ def _record_matrices(
     i = table.layers.index(layer)
     data = np.fromfile(table.files[table.file[i, expert, 0]], np.uint8)
     begin = int(table.offset[i, expert, 0])
-    record = data[begin : begin + table.layout.record_bytes]
+    record = data[begin : begin + table.record_bytes]
     assert begin % 4096 == 0
     assert int(_core.checksum(record)) == int(table.checksum[i, expert])
     return [
         reference.unpack_bytes(
             record[m.offset : m.offset + m.nbytes], m.format, m.rows, m.cols, m.group
         )
-        for m in table.layout.matrices
+        for m in table.shape.matrices
     ]
 
 

@@ -160,7 +160,7 @@ def test_a_container_loses_nothing(tmp_path: Path, recipe: Recipe, types: set[st
     record = np.fromfile(packed.records.files[1], np.uint8)
     for expert in range(SHAPE.experts):
         begin = int(packed.records.offset[1, expert, 0])
-        for m, role in zip(packed.records.layout.matrices, ("gate", "up", "down"), strict=True):
+        for m, role in zip(packed.records.shape.matrices, ("gate", "up", "down"), strict=True):
             data = record[begin + m.offset : begin + m.offset + m.nbytes]
             expected = quant.unpack(data, m.format, m.rows, m.cols, m.group)
             found = values_of(header, f"blk.1.ffn_{role}_exps.weight")[expert]
@@ -226,7 +226,7 @@ def test_nothing_is_quantised_twice(tmp_path: Path) -> None:
 
 def test_rows_that_are_no_multiple_of_32_are_named(tmp_path: Path) -> None:
     make_source(tmp_path / "hf", replace(SHAPE, inner=48))
-    with pytest.raises(UnsupportedModelError, match="experts has rows of 48 values"):
+    with pytest.raises(UnsupportedModelError, match="experts of layer 0 has rows of 48 values"):
         make_gguf_plan(tmp_path / "hf", GgufRecipe("q4"))
     convert(tmp_path / "hf", tmp_path / "packed", Recipe("q4", "q8", 32))
     with pytest.raises(UnsupportedModelError, match="ask for f32"):

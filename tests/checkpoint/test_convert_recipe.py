@@ -40,7 +40,7 @@ def test_searched_scales_are_stored_and_reported(tmp_path: Path) -> None:
     np.testing.assert_array_equal(checkpoint.load_bytes(name), packed)
     records = checkpoint.records
     assert records is not None
-    gate = records.layout.gate
+    gate = records.shape.gate
     data = np.fromfile(records.files[records.file[1, 2, 0]], np.uint8)
     begin = int(records.offset[1, 2, 0]) + gate.offset
     expected = quant_search.quantise(
@@ -111,7 +111,7 @@ def test_rules_reach_classes_names_and_roles(source: Path, tmp_path: Path) -> No
     assert stored["lm_head.weight"] == ("bf16", 1)
     records = checkpoint.records
     assert records is not None
-    assert [(m.format, m.group) for m in records.layout.matrices] == [
+    assert [(m.format, m.group) for m in records.shape.matrices] == [
         ("q4", 32), ("q4", 32), ("q8", 32),
     ]  # fmt: skip
 

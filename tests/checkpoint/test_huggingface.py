@@ -69,8 +69,8 @@ def test_record_table_points_at_the_experts(tmp_path: Path) -> None:
     assert table.layers == (0, 1)
     assert table.num_experts == 11
     assert table.repack == "bf16"
-    assert table.layout.record_bytes % 4096 == 0
-    assert table.layout.gate.nbytes == 48 * 64 * 2
+    assert table.record_bytes % 4096 == 0
+    assert table.shape.gate.nbytes == 48 * 64 * 2
     for i, layer in enumerate(table.layers):
         for expert in range(11):
             for part, proj in enumerate(("gate_proj", "up_proj", "down_proj")):

@@ -111,7 +111,7 @@ def _record(checkpoint: Checkpoint, layer: int, expert: int) -> list[np.ndarray]
         reference.unpack_bytes(
             data[m.offset : m.offset + m.nbytes], m.format, m.rows, m.cols, m.group
         )
-        for m in table.layout.matrices
+        for m in table.shape.matrices
     ]
 
 

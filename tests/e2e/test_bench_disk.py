@@ -189,7 +189,7 @@ def test_the_records_of_a_container_are_read() -> None:
     with open_target(demo, None, 1 << 30, lambda *_: None, seed=0) as target:
         table = disk_bench.open_model(demo)[1].records
         assert table is not None and target.kind == "model"
-        assert target.places.record_bytes == table.layout.record_bytes
+        assert target.places.record_bytes == table.record_bytes
         taken = target.places.take(1 << 20)
     wanted = zip(table.file.flat, table.offset.flat, strict=True)
     assert sorted(taken) == sorted((int(file), int(offset)) for file, offset in wanted) != taken

@@ -187,7 +187,7 @@ def remember(container: Path, setting: ReadSetting, speed: float) -> None:
     table = open_model(container)[1].records
     assert table is not None
     drive = find_drive(table.files[0])
-    probed = Probed(setting, speed, speed, speed, table.layout.record_bytes)
+    probed = Probed(setting, speed, speed, speed, table.record_bytes)
     DriveCache().remember(drive, remembered(probed, drive))
 
 

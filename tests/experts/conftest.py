@@ -54,7 +54,7 @@ def make_records(
         files=tuple(files),
         layers=layers,
         num_experts=num_experts,
-        layout=RecordLayout(*matrices, record_bytes=record_bytes),
+        layouts=(RecordLayout(*matrices, record_bytes=record_bytes),) * len(layers),
         repack=None,
         file=np.broadcast_to(np.arange(len(layers), dtype=np.int32)[:, None, None], offset.shape),
         offset=offset,

@@ -50,7 +50,7 @@ def make_table(folder: Path, format: str, start: int) -> tuple[RecordTable, np.n
     for path, content in zip(files, contents, strict=True):
         path.write_bytes(content)
     table = RecordTable(
-        files, (4,), EXPERTS, layout, format, file, offset, length.astype(np.int64), None
+        files, (4,), EXPERTS, (layout,), format, file, offset, length.astype(np.int64), None
     )
     return table, expected
 
@@ -67,7 +67,7 @@ def test_in_place_equals_packed(
     with ExpertStore(table, num_slots=2, readers=config) as store:
         for _ in range(2):
             for expert, got in read_all(store, 4, range(EXPERTS)).items():
-                for matrix in table.layout.matrices:
+                for matrix in table.shape.matrices:
                     end = matrix.offset + matrix.nbytes
                     np.testing.assert_array_equal(
                         got[matrix.offset : end], expected[expert, matrix.offset : end]
@@ -101,7 +101,7 @@ def test_a_weight_that_is_not_finite_is_named_and_leaks_no_slot(
 ) -> None:
     table, expected = make_table(tmp_path, format, start)
     path = table.files[table.file[0, 3, part]]
-    matrix = table.layout.matrices[part]
+    matrix = table.shape.matrices[part]
     size = 4 if format == "f32" else 2
     good = path.read_bytes()
     damaged = bytearray(good)
@@ -122,7 +122,7 @@ def test_a_weight_that_is_not_finite_is_named_and_leaks_no_slot(
             store.debug_check()
         path.write_bytes(good)
         for expert, got in read_all(store, 4, range(EXPERTS)).items():
-            for one in table.layout.matrices:
+            for one in table.shape.matrices:
                 end = one.offset + one.nbytes
                 np.testing.assert_array_equal(
                     got[one.offset : end], expected[expert, one.offset : end]

@@ -49,8 +49,8 @@ def planned(model: Path, folder: Path, **options: Any) -> MirrorPlan:
 
 
 def table(num_layers: int, num_experts: int, record_bytes: int = 4096) -> Any:
-    layout = SimpleNamespace(record_bytes=record_bytes)
-    return SimpleNamespace(layers=tuple(range(num_layers)), num_experts=num_experts, layout=layout)
+    layers = tuple(range(num_layers))
+    return SimpleNamespace(layers=layers, num_experts=num_experts, record_bytes=record_bytes)
 
 
 def test_without_a_history_every_layer_gives_the_same_share() -> None:

@@ -36,7 +36,7 @@ def table() -> RecordTable:
 
 
 def found(table: RecordTable, setting: ReadSetting = FOUND) -> Probed:
-    return Probed(setting, 1e9, 0.9e9, 1.1e9, table.layout.record_bytes)
+    return Probed(setting, 1e9, 0.9e9, 1.1e9, table.record_bytes)
 
 
 def remember(table: RecordTable, setting: ReadSetting = FOUND) -> None:

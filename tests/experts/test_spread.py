@@ -86,7 +86,7 @@ def test_a_plan_counts_all_drives(
     records = open_model(model)[1].records
     assert records is not None
     drive = find_drive(records.files[0])
-    measured = Probed(ReadSetting(2, 1 << 18, True), 1e9, 1e9, 1e9, records.layout.record_bytes)
+    measured = Probed(ReadSetting(2, 1 << 18, True), 1e9, 1e9, 1e9, records.record_bytes)
     DriveCache().remember(drive, remembered(measured, drive))
     assert plan_model(model, both).drive_rates == (0.5e9, 0.5e9), "two folders on one drive"
     monkeypatch.setattr(reading, "find_drive", lambda path: replace(drive, name=path.name))

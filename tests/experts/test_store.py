@@ -51,8 +51,8 @@ def test_records_are_whole_for_every_cache_size(
             store.debug_check()
         stats = store.stats()
     assert stats.hits + stats.misses == stats.requests
-    assert stats.bytes_read == stats.misses * records.table.layout.record_bytes
-    assert stats.reread_bytes == stats.bytes_read - 24 * records.table.layout.record_bytes
+    assert stats.bytes_read == stats.misses * records.table.record_bytes
+    assert stats.reread_bytes == stats.bytes_read - 24 * records.table.record_bytes
     assert (stats.evictions > 0) == (num_slots < 24)
     assert 1 <= stats.reads_in_flight_max <= readers
     assert stats.drive_busy_ns > 0
@@ -65,6 +65,34 @@ def test_everything_resident_reads_each_record_once(records: Records) -> None:
                 read_all(store, layer, range(8))
         stats = store.stats()
     assert (stats.requests, stats.misses, stats.evictions) == (72, 24, 0)
+
+
+def test_layers_with_records_of_their_own_size(records: Records) -> None:
+    """Slots fit the largest; of a smaller one its own bytes are read, checked and shown."""
+    table, sizes = records.table, np.array([12288, 4096, 8192])
+    checksum = [
+        [_core.checksum(record[:size]) for record in row]
+        for row, size in zip(records.bytes, sizes, strict=True)
+    ]
+    table = replace(
+        table,
+        layouts=tuple(replace(table.shape, record_bytes=int(size)) for size in sizes),
+        length=np.broadcast_to(sizes[:, None, None], table.length.shape),
+        checksum=np.array(checksum, np.uint64),
+    )
+    order = np.random.default_rng(3)
+    with Records(table, records.bytes).open(5) as store:
+        assert store.record_bytes == 12288
+        for _ in range(20):
+            row = int(order.integers(3))
+            found = read_all(store, table.layers[row], order.permutation(8)[:3])
+            for expert, data in found.items():
+                np.testing.assert_array_equal(data, records.bytes[row, expert, : sizes[row]])
+        stats = store.stats()
+        assert stats.misses * 4096 < stats.bytes_read < stats.misses * 12288
+    short = replace(table, length=np.full_like(table.length, 12288))
+    with pytest.raises(CheckpointError, match=r"12288 bytes .*, expected 4096 bytes"):
+        Records(short, records.bytes).open()
 
 
 def test_a_request_is_a_distinct_expert(records: Records) -> None:
@@ -118,7 +146,7 @@ def test_two_leases_share_one_read(records: Records, faults: Inject) -> None:
             records.check(1, 4, lease.data(0))
         stats = store.stats()
         assert (stats.misses, stats.hits, stats.joined) == (1, 1, 1)
-        assert stats.bytes_read == records.table.layout.record_bytes
+        assert stats.bytes_read == records.table.record_bytes
         first.release()
         second.release()
         store.debug_check()
@@ -542,7 +570,8 @@ def test_inconsistent_tables_are_refused(records: Records) -> None:
         replace(table, length=table.length - 4096),
         replace(table, file=table.file + 1),
         replace(table, layers=table.layers[:2]),
-        replace(table, layout=replace(table.layout, record_bytes=5000)),
+        replace(table, layouts=table.layouts[:2]),
+        replace(table, layouts=(replace(table.shape, record_bytes=5000), *table.layouts[1:])),
     ):
         with pytest.raises(CheckpointError, match="inconsistent"):
             Records(broken, records.bytes).open()

@@ -163,3 +163,18 @@ def write_split_model(folder: Path, model_type: str, type: str, count: int = 3) 
         path = folder / f"tiny-{number + 1:05}-of-{count:05}.gguf"
         path.write_bytes(pack_file(metadata, part))
     return folder / f"tiny-00001-of-{count:05}.gguf"
+
+
+MIXTURES = {
+    "what Q4_K_M is": ("Q4_K Q4_K Q6_K", "Q4_K Q4_K Q4_K"),
+    "super-blocks": ("Q2_K Q3_K Q5_K", "Q6_K Q4_K Q2_K"),
+    "blocks": ("Q4_0 Q8_0 MXFP4", "Q8_0 MXFP4 Q4_0"),
+    "values and codes": ("F16 Q8_0 BF16", "Q6_K F32 Q4_0"),
+}
+"""Types of gate, up and down of the first and of the second layer."""
+
+
+def mixed_types(case: str) -> dict[tuple[int, str], str]:
+    """Types by layer and role, as `model_tensors` takes them."""
+    layers = [line.split() for line in MIXTURES[case]]
+    return {(n, role): layers[n][i] for n in (0, 1) for i, role in enumerate(EXPERT_ROLES)}

@@ -60,17 +60,17 @@ def _packed_table(checkpoint: HuggingFaceCheckpoint, file: Path) -> RecordTable:
     """Records of the same codes, decoded with NumPy and packed beforehand."""
     table = checkpoint.records
     assert table is not None
-    size, shape = table.layout.record_bytes, (LAYERS, EXPERTS, 1)
+    size, shape = table.record_bytes, (LAYERS, EXPERTS, 1)
     with file.open("wb") as out:
         for layer in range(LAYERS):
             for expert in range(EXPERTS):
                 record = np.zeros(size, np.uint8)
                 by_role = checkpoint.coded_experts[layer][expert]
-                for role, m in zip(EXPERT_ROLES, table.layout.matrices, strict=True):
+                for role, m in zip(EXPERT_ROLES, table.shape.matrices, strict=True):
                     record[m.offset : m.offset + m.nbytes] = by_role[role].load().data
                 out.write(record.tobytes())
     return RecordTable(
-        files=(file,), layers=table.layers, num_experts=EXPERTS, layout=table.layout, repack=None,
+        files=(file,), layers=table.layers, num_experts=EXPERTS, layouts=table.layouts, repack=None,
         file=np.zeros(shape, np.int32),
         offset=np.arange(LAYERS * EXPERTS, dtype=np.int64).reshape(shape) * size,
         length=np.full(shape, size, np.int64), checksum=None,
@@ -98,11 +98,11 @@ def test_records_hold_the_values_the_format_defines(case: str, tmp_path: Path) -
         if ".layers.0.mlp.experts.0." in name
         and not name.endswith(("weight_shape", "global_scale", "scale_2", "input_scale"))
     )
-    assert (table.layout.gate.format, table.layout.gate.group) == CASES[case][2:]
+    assert (table.shape.gate.format, table.shape.gate.group) == CASES[case][2:]
     packed = _packed_table(checkpoint, tmp_path / "records")
     expected, got = _records(packed), _records(table)
     for (layer, expert), record in got.items():
-        for role, m in zip(EXPERT_ROLES, table.layout.matrices, strict=True):
+        for role, m in zip(EXPERT_ROLES, table.shape.matrices, strict=True):
             data = record[m.offset : m.offset + m.nbytes]
             assert np.array_equal(data, expected[layer, expert][m.offset : m.offset + m.nbytes])
             aligned = _core.aligned_empty(m.nbytes)

@@ -48,8 +48,8 @@ def test_the_container_gives_the_checkpoints_logits(model: str, case: str, tmp_p
     assert not report.requantised
     made = open_checkpoint(tmp_path / "out", None)
     assert made.records is not None and source.records is not None
-    assert made.records.layout == source.records.layout
-    assert (made.records.layout.gate.format, made.records.layout.gate.group) == CASES[case][2:]
+    assert made.records.layouts == source.records.layouts
+    assert (made.records.shape.gate.format, made.records.shape.gate.group) == CASES[case][2:]
     require_same_logits(tmp_path / "model", tmp_path / "out")
 
 
@@ -89,7 +89,7 @@ def test_one_matrix_of_an_expert_is_quantised_again(tmp_path: Path) -> None:
     assert report.requantised == {"experts.down": "q4a in groups of 64"}
     made = open_checkpoint(tmp_path / "out", None)
     assert isinstance(made, ContainerCheckpoint) and made.records is not None
-    formats = [m.format for m in made.records.layout.matrices]
+    formats = [m.format for m in made.records.shape.matrices]
     assert formats == ["q4a", "q4a", "q8"]
 
 

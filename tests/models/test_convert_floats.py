@@ -34,7 +34,7 @@ def test_a_checkpoint_of_floats_is_kept(model: str, dtype: str, tmp_path: Path) 
     made = open_checkpoint(tmp_path / "out", expert_names(load_spec(config)))
     assert made.info("model.layers.1.self_attn.k_proj.weight").format == dtype
     if made.records is not None:
-        assert {m.format for m in made.records.layout.matrices} == {dtype}
+        assert {m.format for m in made.records.shape.matrices} == {dtype}
     require_same_logits(tmp_path / "model", tmp_path / "out")
 
 

@@ -11,25 +11,37 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf_models import model_metadata, model_tensors, write_model, write_split_model
+from gguf_models import (
+    MIXTURES,
+    mixed_types,
+    model_metadata,
+    model_tensors,
+    write_model,
+    write_split_model,
+)
 from tiny_gguf import pack_file
 from tiny_models import logits_of, require_same_logits
 
+from headrace import EngineConfig, ExpertConfig
 from headrace.checkpoint import ContainerCheckpoint, GgufCheckpoint, open_checkpoint
 from headrace.checkpoint.gguf_blocks import (
     FLOATING,
     QUANTISED,
     TYPE_OF_FORMAT,
-    common_format,
     dequantize,
+    packed_format,
 )
 from headrace.checkpoint.gguf_names import ARCHITECTURES
 from headrace.checkpoint.gguf_split import read_model
-from headrace.checkpoint.layout import Rule
+from headrace.checkpoint.layout import MANIFEST_NAME, Rule, describe_layout
+from headrace.checkpoint.records import make_record_layout
 from headrace.convert import GgufRecipe, Recipe, convert, convert_to_gguf
 from headrace.convert.plan import make_plan
 from headrace.convert.recipe import KEPT_WHOLE, PRESETS, default_for, preset_for
 from headrace.errors import CheckpointError, ConfigError, EngineError, UnsupportedModelError
+from headrace.experts import ExpertStore
+from headrace.inspect import verify
+from headrace.mirror import plan_mirror, stage, verify_mirror
 from headrace.tokenizer import Tokenizer
 
 TYPES = sorted({*QUANTISED, *FLOATING})
@@ -55,7 +67,7 @@ def test_the_container_gives_the_files_logits(tmp_path: Path, model_type: str, t
     require_same_logits(source, tmp_path / "out")
     held, made = GgufCheckpoint(source), opened(tmp_path / "out")
     if held.records is not None and made.records is not None:
-        assert held.records.layout == made.records.layout
+        assert held.records.layouts == made.records.layouts
 
 
 def test_mixed_types_and_several_parts(tmp_path: Path) -> None:
@@ -127,7 +139,7 @@ def test_what_is_asked_for_is_quantised_again_and_said(
     name = "model.layers.1.self_attn.k_proj.weight"
     assert made.load_bytes(name).tobytes() == held.load_matrix(name).data.tobytes()
     assert made.records is not None
-    formats = [(m.format, m.group) for m in made.records.layout.matrices]
+    formats = [(m.format, m.group) for m in made.records.shape.matrices]
     assert formats == [("q4", 32), ("q4", 32), ("q6k", 16)]
     assert np.isfinite(logits_of(tmp_path / "out")).all()
 
@@ -193,7 +205,7 @@ def test_out_again_as_gguf(tmp_path: Path, model_type: str, type: str) -> None:
     source, made, back = tmp_path / "a.gguf", tmp_path / "out", tmp_path / "b.gguf"
     source.write_bytes(pack_file(metadata, tensors))
     convert(source, made, KEPT_WHOLE)
-    if common_format([type])[0] not in TYPE_OF_FORMAT:
+    if packed_format(type)[0] not in TYPE_OF_FORMAT:
         with pytest.raises(UnsupportedModelError, match=r"no GGUF type holds .*, q[48][af]: "):
             convert_to_gguf(made, back, GgufRecipe())
         assert not back.exists()
@@ -210,34 +222,70 @@ def test_out_again_as_gguf(tmp_path: Path, model_type: str, type: str) -> None:
         assert np.fromfile(back, np.uint8, tensor.nbytes, offset=tensor.offset).tobytes() == raw
 
 
-def test_matrices_of_an_expert_keep_their_own_types(tmp_path: Path) -> None:
-    types = {(n, r): t for n in (0, 1) for r, t in (("gate", "Q4_0"), ("up", "Q4_0"))}
-    types |= {(0, "down"): "Q8_0", (1, "down"): "Q8_0"}
-    source = write_model(tmp_path / "a.gguf", "qwen3_moe", "Q8_0", types)
+@pytest.mark.parametrize("case", MIXTURES)
+def test_a_mixture_comes_out_again_byte_by_byte(tmp_path: Path, case: str) -> None:
+    metadata, tensors = (
+        model_metadata("qwen3_moe"),
+        model_tensors("qwen3_moe", "Q8_0", mixed_types(case)),
+    )
+    source, made, back = tmp_path / "a.gguf", tmp_path / "out", tmp_path / "b.gguf"
+    source.write_bytes(pack_file(metadata, tensors))
+    convert(source, made, KEPT_WHOLE)
+    require_same_logits(source, made)
+    records = opened(made).records
+    assert records is not None
+    assert records.layouts[0] != records.layouts[1]
+    assert verify(made).is_sound
+    convert_to_gguf(made, back, GgufRecipe())
+    for name, tensor in read_model(back).tensors.items():
+        kind, shape, raw = tensors[name]
+        assert (tensor.type.name, list(tensor.shape)) == (kind, list(shape))
+        assert np.fromfile(back, np.uint8, tensor.nbytes, offset=tensor.offset).tobytes() == raw
+
+
+def test_a_mirror_of_a_mixture(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "a.gguf", "qwen3_moe", "Q8_0", mixed_types("values and codes"))
+    made, folder = tmp_path / "out", tmp_path / "mirror"
+    convert(source, made, KEPT_WHOLE)
+    config = EngineConfig(context=32, experts=ExpertConfig(history="off"))
+    plan = plan_mirror(made, folder, config, bytes_per_s=(1e9, 1e9))
+    assert len(set(plan.record_bytes.values())) == 2
+    assert stage(plan, budget_bytes=None) == plan.mirror_bytes
+    assert verify_mirror(made, folder).is_good
+    records = open_checkpoint(made, None, (folder,)).records
+    assert records is not None
+    assert len(records.copies) == plan.num_chosen
+    with ExpertStore(records, num_slots=2, readers=config.experts) as store:
+        for layer in records.layers:
+            for expert in range(records.num_experts):
+                with store.acquire(layer, np.array([[expert]], np.int32)) as lease:
+                    assert lease.next_ready() == [0]
+        assert all(drive.bytes_read > 0 for drive in store.drives())
+        assert sum(drive.failed_copies for drive in store.drives()) == 0
+
+
+def test_a_layers_own_layout_is_checked(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "a.gguf", "qwen3_moe", "Q8_0", mixed_types("what Q4_K_M is"))
     convert(source, tmp_path / "out", KEPT_WHOLE)
-    convert_to_gguf(tmp_path / "out", tmp_path / "b.gguf", GgufRecipe())
-    assert {n: t.type.name for n, t in read_model(tmp_path / "b.gguf").tensors.items()} == {
-        n: t.type.name for n, t in read_model(source).tensors.items()
+    file = tmp_path / "out" / MANIFEST_NAME
+    good = json.loads(file.read_bytes())
+    assert "layout" not in good["experts"]["layers"]["0"]
+    own = good["experts"]["layers"]["1"]["layout"]
+    broken = {
+        r"layers\.1\.layout, .*\nexpected an object, got 7": 7,
+        r"layers\.1\.layout\.down, .*\nexpected a format": {**own, "down": {"format": "q9"}},
+        r"layers\.1\.layout, .*\nexpected {": {**own, "record_bytes": 4096},
+        r"layers\.1\.layout, .*\nexpected matrices of": describe_layout(
+            make_record_layout(512, 256, "q4k", 32)
+        ),
+        r"record is misplaced: layers\.1": good["experts"]["layout"],
     }
-    require_same_logits(source, tmp_path / "b.gguf")
-
-
-def test_types_mixed_between_layers_have_no_way_back(tmp_path: Path) -> None:
-    types = {(n, r): ("Q4_0", "Q8_0")[n] for n in (0, 1) for r in ("gate", "up", "down")}
-    source = write_model(tmp_path / "a.gguf", "qwen3_moe", "Q8_0", types)
-    convert(source, tmp_path / "out", KEPT_WHOLE)
-    with pytest.raises(UnsupportedModelError, match=r"no GGUF type holds gate of the experts.*q8f"):
-        convert_to_gguf(tmp_path / "out", tmp_path / "b.gguf", GgufRecipe())
-    convert_to_gguf(tmp_path / "out", tmp_path / "b.gguf", GgufRecipe("f32"))
-    held, made = read_model(source), read_model(tmp_path / "b.gguf")
-    for name, tensor in held.tensors.items():
-        raw, other = (
-            np.fromfile(t.path, np.uint8, t.nbytes, offset=t.offset)
-            for t in (tensor, made.tensors[name])
-        )
-        if "exps" in name:
-            raw = dequantize(raw.reshape(-1, tensor.row_bytes), tensor.type.name).view(np.uint8)
-        assert raw.tobytes() == other.tobytes()
+    for message, layout in broken.items():
+        bad = json.loads(json.dumps(good))
+        bad["experts"]["layers"]["1"]["layout"] = layout
+        file.write_text(json.dumps(bad))
+        with pytest.raises(CheckpointError, match=message):
+            opened(tmp_path / "out")
 
 
 # The journal

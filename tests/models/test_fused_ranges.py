@@ -89,7 +89,7 @@ def test_records_hold_the_values(case: str, block_bytes: int, tmp_path: Path) ->
     checkpoint, values = _write(tmp_path, case)
     table = checkpoint.records
     assert table is not None
-    assert table.layout.gate.format == {"mxfp4": "mxfp4", "halves": "f16", "columns": "f32"}[case]
+    assert table.shape.gate.format == {"mxfp4": "mxfp4", "halves": "f16", "columns": "f32"}[case]
     assert (
         table.read_bytes
         == sum(e.nbytes for n, e in checkpoint.entries.items() if ".layers.0." in n) // EXPERTS
@@ -100,7 +100,7 @@ def test_records_hold_the_values(case: str, block_bytes: int, tmp_path: Path) ->
     with ExpertStore(table, num_slots=2, readers=readers) as store:
         for layer in table.layers:
             for i, record in enumerate(read_records(store, layer)):
-                for role, m in zip(EXPERT_ROLES, table.layout.matrices, strict=True):
+                for role, m in zip(EXPERT_ROLES, table.shape.matrices, strict=True):
                     aligned = _core.aligned_empty(m.nbytes)
                     aligned[:] = record[m.offset : m.offset + m.nbytes]
                     matrix = _core.Matrix(aligned, m.format, m.rows, m.cols, m.group)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from gguf_models import (
     EXPERTS,
-    LAYERS,
+    MIXTURES,
+    mixed_types,
     model_metadata,
     model_tensors,
     write_model,
@@ -18,7 +19,7 @@ from tiny_models import logits_of, open_model, open_store
 from headrace import _core
 from headrace.arrays import Float32
 from headrace.checkpoint import GgufCheckpoint
-from headrace.checkpoint.gguf_blocks import FLOATING, QUANTISED, common_format, dequantize
+from headrace.checkpoint.gguf_blocks import FLOATING, QUANTISED, dequantize, packed_format
 from headrace.checkpoint.gguf_header import BLOCK_TYPES, read_header
 from headrace.checkpoint.gguf_names import ARCHITECTURES, EXPERT_ROLES
 from headrace.checkpoint.gguf_split import read_model
@@ -50,9 +51,8 @@ def records_of(path: Path) -> dict[tuple[int, int, str], Float32]:
                 with store.acquire(layer, np.array([[expert]], np.int32)) as lease:
                     assert lease.next_ready() == [0]
                     record = lease.data(0)
-                    for role, m in zip(
-                        EXPERT_ROLES, checkpoint.records.layout.matrices, strict=True
-                    ):
+                    layout = checkpoint.records.layout_of(layer)
+                    for role, m in zip(EXPERT_ROLES, layout.matrices, strict=True):
                         packed = _core.aligned_empty(m.nbytes)
                         packed[:] = record[m.offset : m.offset + m.nbytes]
                         matrix = _core.Matrix(packed, m.format, m.rows, m.cols, m.group)
@@ -74,7 +74,7 @@ def test_dense_matrices_have_the_files_values(tmp_path: Path, type: str) -> None
     checkpoint = GgufCheckpoint(write_model(tmp_path / "tiny.gguf", "qwen3", type))
     wanted = values_of(checkpoint.path, "blk.1.attn_k.weight")
     matrix = checkpoint.load_matrix("model.layers.1.self_attn.k_proj.weight")
-    assert (matrix.format, matrix.group) == common_format([type])
+    assert (matrix.format, matrix.group) == packed_format(type)
     assert checkpoint.info("model.layers.1.self_attn.k_proj.weight").nbytes == matrix.nbytes
     np.testing.assert_array_equal(_core.unpack(matrix), wanted)
     embedding = checkpoint.embedding("model.embed_tokens.weight", True)
@@ -92,51 +92,20 @@ def test_placement_does_not_change_a_bit(tmp_path: Path, model_type: str, type: 
     np.testing.assert_array_equal(resident.view(np.uint32), floor.view(np.uint32))
 
 
-def test_types_may_differ_between_layers_and_matrices(tmp_path: Path) -> None:
-    types = {
-        (0, "gate"): "Q4_K",
-        (0, "up"): "Q4_0",
-        (0, "down"): "Q6_K",
-        (1, "gate"): "Q8_0",
-        (1, "up"): "MXFP4",
-        (1, "down"): "Q5_0",
-    }
-    path = write_model(tmp_path / "tiny.gguf", "qwen3_moe", "Q8_0", types)
-    layout = GgufCheckpoint(path).records.layout  # type: ignore[union-attr]
-    assert [(m.format, m.group) for m in layout.matrices] == [("q8a", 32), ("q8a", 32), ("q8f", 16)]
+@pytest.mark.parametrize("case", MIXTURES)
+def test_every_matrix_of_a_mixture_keeps_its_own_format(tmp_path: Path, case: str) -> None:
+    types = mixed_types(case)
+    path = write_model(tmp_path / "tiny.gguf", "qwen3_moe", "Q6_K", types)
+    table = GgufCheckpoint(path).records
+    assert table is not None
+    for layer in (0, 1):
+        found = [(m.format, m.group) for m in table.layout_of(layer).matrices]
+        assert found == [packed_format(types[layer, role]) for role in EXPERT_ROLES]
+    assert table.record_bytes == max(one.record_bytes for one in table.layouts)
     for (layer, expert, role), values in records_of(path).items():
         wanted = values_of(path, f"blk.{layer}.{EXPERT_ROLES[role]}")[expert]
         np.testing.assert_array_equal(values, wanted)
     np.testing.assert_array_equal(logits_of(path), logits_of(path, 2))
-
-
-@pytest.mark.parametrize(
-    ("types", "wanted"),
-    [
-        (("Q4_K", "Q6_K"), ("q6ka", 16)),  # `down` of a file called Q4_K_M
-        (("Q4_K", "Q5_K"), ("q5k", 32)),
-        (("Q2_K", "Q3_K"), ("q6ka", 16)),
-    ],
-)
-def test_mixed_super_blocks_share_a_format(
-    tmp_path: Path, types: tuple[str, str], wanted: tuple[str, int]
-) -> None:
-    by_role = {(n, role): "Q4_K" for n in range(LAYERS) for role in EXPERT_ROLES}
-    by_role |= {(n, "down"): types[n % 2] for n in range(LAYERS)}
-    path = write_model(tmp_path / "tiny.gguf", "qwen3_moe", "Q6_K", by_role)
-    layout = GgufCheckpoint(path).records.layout  # type: ignore[union-attr]
-    assert [(m.format, m.group) for m in layout.matrices] == [("q4k", 32), ("q4k", 32), wanted]
-    for (layer, expert, role), values in records_of(path).items():
-        found = values_of(path, f"blk.{layer}.{EXPERT_ROLES[role]}")[expert]
-        np.testing.assert_array_equal(values, found)
-    np.testing.assert_array_equal(logits_of(path), logits_of(path, 2))
-
-
-def test_values_and_codes_share_no_format(tmp_path: Path) -> None:
-    types = {(layer, role): "Q8_0" for layer in range(LAYERS) for role in EXPERT_ROLES}
-    path = write_model(tmp_path / "a.gguf", "olmoe", "F32", {**types, (1, "gate"): "F16"})
-    with pytest.raises(UnsupportedModelError, match="types F16, Q8_0 share no packed format"):
-        GgufCheckpoint(path)
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "llama"])

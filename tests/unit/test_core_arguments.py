@@ -106,15 +106,24 @@ def test_a_feed_that_was_used_is_refused() -> None:
         mixture(used)
 
 
+def layouts(
+    *,
+    gate: Any = ("q8", 32, 16, 32, 0),
+    up: Any = ("q8", 32, 16, 32, 1088),
+    record_bytes: int = 4096,
+) -> Any:
+    return [(gate, up, ("q8", 16, 32, 32, 2176), record_bytes)]
+
+
 STORE: dict[str, dict[str, Any]] = {
     "layer": {"layers": [-1]},
     "layers without end": {"layers": [MOST]},
     "block": {"block_bytes": 2**63 - 1},
-    "group": {"gate": ("q8", 32, 16, 0, 0)},
-    "matrix past the record": {"gate": ("q8", 32, 16, 32, 4032)},
-    "more rows than the record": {"up": ("q8", MOST, 16, 32, 0)},
+    "group": {"layouts": layouts(gate=("q8", 32, 16, 0, 0))},
+    "matrix past the record": {"layouts": layouts(gate=("q8", 32, 16, 32, 4032))},
+    "more rows than the record": {"layouts": layouts(up=("q8", MOST, 16, 32, 0))},
     "record of a copy": {"copies": np.array([[2**32, 0, 0]], np.int64)},
-    "slots": {"num_slots": MOST, "record_bytes": 1 << 60},
+    "slots": {"num_slots": MOST, "layouts": layouts(record_bytes=1 << 60)},
 }
 
 
@@ -125,8 +134,7 @@ def test_a_store_of_absurd_records_is_refused(name: str, tmp_path: Path) -> None
     place = np.zeros((1, 2, 1), np.int64)
     place[0, 1] = 4096
     options: dict[str, Any] = {
-        "files": [str(path)], "layers": [0], "num_experts": 2, "gate": ("q8", 32, 16, 32, 0),
-        "up": ("q8", 32, 16, 32, 1088), "down": ("q8", 16, 32, 32, 2176), "record_bytes": 4096,
+        "files": [str(path)], "layers": [0], "num_experts": 2, "layouts": layouts(),
         "file": np.zeros((1, 2, 1), np.int32), "offset": place,
         "length": np.full_like(place, 4096), "checksum": None, "encoding": None, "coded": [],
         "factors": None, "num_slots": 2, "num_readers": 1, "block_bytes": 4096, "read_ahead": 1,

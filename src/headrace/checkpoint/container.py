@@ -5,7 +5,7 @@ must lie in the file it names, with the length its shape and format imply. Owns 
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -99,10 +99,10 @@ class ContainerCheckpoint(Checkpoint):
         layers = reader.layers()
         main = {n: c for n, c in layers.items() if first_mtp is None or n < first_mtp}
         mtp = {n: c for n, c in layers.items() if n not in main}
-        layout = reader.layout() if layers else None
-        reader.require_recipe(self.recipe, self.dense, layout)
-        self.records = _record_table(path, main, layout, drives) if layout and main else None
-        self.mtp_records = _record_table(path, mtp, layout, drives) if layout and mtp else None
+        layouts = reader.layouts(layers)
+        reader.require_recipe(self.recipe, self.dense, layouts)
+        self.records = _record_table(path, main, layouts, drives) if main else None
+        self.mtp_records = _record_table(path, mtp, layouts, drives) if mtp else None
         self.fingerprint = _fingerprint(path, data)
         if drives and self.records is not None:
             self.records = add_copies(self.records, path, drives, self.fingerprint)
@@ -252,7 +252,10 @@ def _require_header(entry: TensorEntry, dtype: str, shape: tuple[int, ...]) -> N
 
 
 def _record_table(
-    path: Path, layers: Mapping[int, list[int]], layout: RecordLayout, drives: Sequence[Path]
+    path: Path,
+    layers: Mapping[int, list[int]],
+    layouts: Mapping[int, RecordLayout],
+    drives: Sequence[Path],
 ) -> RecordTable:
     """Find every record of `layers` (layer -> checksums) in its file."""
     num_experts = len(next(iter(layers.values())))
@@ -260,6 +263,7 @@ def _record_table(
     offset = np.empty(shape, np.int64)
     files: list[Path] = []
     for i, layer in enumerate(layers):
+        record_bytes = layouts[layer].record_bytes
         header = _open(find_file(path, expert_file_name(layer), drives))
         files.append(header.path)
         names = [record_name(layer, e) for e in range(num_experts)]
@@ -272,24 +276,25 @@ def _record_table(
             )
         for expert, name in enumerate(names):
             entry = header.tensors[name]
-            if entry.nbytes != layout.record_bytes or entry.offset % RECORD_ALIGNMENT:
+            if entry.nbytes != record_bytes or entry.offset % RECORD_ALIGNMENT:
                 raise CheckpointError(
                     f"record is misplaced: {name}, file {header.path}\n"
-                    f"expected {layout.record_bytes} bytes at a multiple of {RECORD_ALIGNMENT}, "
+                    f"expected {record_bytes} bytes at a multiple of {RECORD_ALIGNMENT}, "
                     f"got {entry.nbytes} at {entry.offset}"
                 )
-            _require_header(entry, "U8", (layout.record_bytes,))
+            _require_header(entry, "U8", (record_bytes,))
             offset[i, expert, 0] = entry.offset
+    sizes = np.array([layouts[layer].record_bytes for layer in layers], np.int64)
     file = np.broadcast_to(np.arange(len(layers), dtype=np.int32)[:, None, None], shape)
     return RecordTable(
         files=tuple(files),
         layers=tuple(layers),
         num_experts=num_experts,
-        layout=layout,
+        layouts=tuple(layouts[layer] for layer in layers),
         repack=None,
         file=np.ascontiguousarray(file),
         offset=offset,
-        length=np.full(shape, layout.record_bytes, np.int64),
+        length=np.broadcast_to(sizes[:, None, None], shape).copy(),
         checksum=np.array(list(layers.values()), np.uint64),
     )
 
@@ -331,7 +336,10 @@ class _ManifestReader:
             raise self.error("model_type", f"{str(expected)[:100]!r} as in {CONFIG_NAME}", got)
 
     def require_recipe(
-        self, recipe: Recipe, dense: Mapping[str, DenseTensor], layout: RecordLayout | None
+        self,
+        recipe: Recipe,
+        dense: Mapping[str, DenseTensor],
+        layouts: Mapping[int, RecordLayout],
     ) -> None:
         """Raise CheckpointError unless every matrix is stored as the recipe says.
 
@@ -342,7 +350,7 @@ class _ManifestReader:
         if KEEP in recipe.formats or self.object(self.manifest, "source").get("kind") == "gguf":
             return
         ruled = {(rule.format, rule.group) for rule in recipe.rules}
-        for matrix in layout.matrices if layout is not None else ():
+        for matrix in (m for layout in set(layouts.values()) for m in layout.matrices):
             expected = (recipe.experts, recipe.group_of(recipe.experts))
             got = (matrix.format, matrix.group)
             if matrix.format not in KEPT and got != expected and got not in ruled:
@@ -445,10 +453,29 @@ class _ManifestReader:
             result[int(key)] = [self.checksum(f"{where}.checksums", c) for c in checksums]
         return dict(sorted(result.items()))
 
-    def layout(self) -> RecordLayout:
-        """Return the record layout, which must be the one its dimensions imply."""
-        content = self.object(self.object(self.manifest, "experts"), "layout", "experts.")
-        parts = {r: self.object(content, r, "experts.layout.") for r in ("gate", "up", "down")}
+    def layouts(self, layers: Collection[int]) -> dict[int, RecordLayout]:
+        """Return how the records of each layer lie: as the model's, or as its own entry says, with
+        matrices of the same shapes.
+        """
+        if not layers:
+            return {}
+        experts = self.object(self.manifest, "experts")
+        common = self._layout(experts, "experts.")
+        found = dict.fromkeys(layers, common)
+        for layer in layers:
+            entry, where = experts["layers"][str(layer)], f"experts.layers.{layer}."
+            if "layout" in entry:
+                found[layer] = own = self._layout(entry, where)
+                shapes = [[(m.rows, m.cols) for m in one.matrices] for one in (common, own)]
+                if shapes[0] != shapes[1]:
+                    raise self.error(f"{where}layout", f"matrices of {shapes[0]}", shapes[1])
+        return found
+
+    def _layout(self, parent: Mapping[str, Any], where: str) -> RecordLayout:
+        """Return `parent["layout"]`, which must be the one its dimensions imply."""
+        content = self.object(parent, "layout", where)
+        where += "layout"
+        parts = {r: self.object(content, r, f"{where}.") for r in ("gate", "up", "down")}
         gate = parts["gate"]
         inner, hidden = gate.get("rows"), gate.get("cols")
         if (
@@ -456,16 +483,14 @@ class _ManifestReader:
             or not self.is_dimension(hidden)
             or prod((int(gate["rows"]), int(gate["cols"]))) > MAX_ELEMENTS
         ):
-            raise self.error("experts.layout.gate", "positive rows and cols", gate)
+            raise self.error(f"{where}.gate", "positive rows and cols", gate)
         stored = {}
         for role, part in parts.items():
             format, group = part.get("format"), part.get("group")
             if not is_valid_format(format, group):
-                raise self.error(
-                    f"experts.layout.{role}", "a format and its group", (format, group)
-                )
+                raise self.error(f"{where}.{role}", "a format and its group", (format, group))
             stored[role] = (str(format), int(part["group"]))
         layout = make_record_layout(int(gate["cols"]), int(gate["rows"]), *stored["gate"], stored)
         if content != describe_layout(layout):
-            raise self.error("experts.layout", str(describe_layout(layout)), content)
+            raise self.error(where, str(describe_layout(layout)), content)
         return layout

@@ -129,16 +129,12 @@ def read_copies(path: Path, layer: int, table: RecordTable) -> dict[int, int]:
     """
     header = read_header(path)
     expert_of = {record_name(layer, expert): expert for expert in range(table.num_experts)}
-    copies = {}
+    copies, record_bytes = {}, table.layout_of(layer).record_bytes
     for name, entry in header.tensors.items():
-        if (
-            name not in expert_of
-            or entry.nbytes != table.layout.record_bytes
-            or entry.offset % RECORD_ALIGNMENT
-        ):
+        if name not in expert_of or entry.nbytes != record_bytes or entry.offset % RECORD_ALIGNMENT:
             raise CheckpointError(
                 f"not a copy of a record: {name}, file {path}\n"
-                f"expected a record of layer {layer}, {table.layout.record_bytes} bytes at a "
+                f"expected a record of layer {layer}, {record_bytes} bytes at a "
                 f"multiple of {RECORD_ALIGNMENT}, got {entry.nbytes} at {entry.offset}"
             )
         copies[expert_of[name]] = entry.offset
@@ -146,22 +142,25 @@ def read_copies(path: Path, layer: int, table: RecordTable) -> dict[int, int]:
 
 
 def make_record(table: RecordTable) -> Bytes:
-    """Make memory for one record: [record_bytes], aligned for direct reads."""
-    data: Bytes = _core.aligned_empty(table.layout.record_bytes)
+    """Make memory for any one record: [record_bytes], aligned for direct reads."""
+    data: Bytes = _core.aligned_empty(table.record_bytes)
     return data
 
 
 def read_record(
     table: RecordTable, layer: int, expert: int, data: Bytes, at: tuple[Path, int] | None = None
-) -> None:
+) -> Bytes:
     """Read a record and compare it with its checksum.
 
     Args:
         table: of the model.
         layer: number of the layer.
         expert: number of the expert.
-        data: [record_bytes], filled.
+        data: [record_bytes], filled as far as the record reaches.
         at: file and offset of a copy; None is the model's own.
+
+    Returns:
+        the record: the first bytes of `data`.
 
     Raises:
         CheckpointError: it cannot be read, or is damaged.
@@ -172,4 +171,6 @@ def read_record(
         at = table.files[table.file[row, expert, 0]], int(table.offset[row, expert, 0])
     checksum = int(table.checksum[row, expert])
     name = record_name(layer, expert)
-    _core.read_named([(name, str(at[0]), at[1], data, data.nbytes, checksum)])
+    record = data[: table.layouts[row].record_bytes]
+    _core.read_named([(name, str(at[0]), at[1], record, record.nbytes, checksum)])
+    return record

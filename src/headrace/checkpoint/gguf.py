@@ -20,8 +20,8 @@ from headrace.arrays import Bytes, Float32
 from headrace.checkpoint.base import CHUNK_BYTES, Checkpoint, EmbeddingTable, Matrix, TensorInfo
 from headrace.checkpoint.gguf_blocks import (
     QUANTISED,
-    common_format,
     dequantize,
+    packed_format,
     require_readable,
 )
 from headrace.checkpoint.gguf_experts import expert_table, is_expert
@@ -142,7 +142,7 @@ class GgufCheckpoint(Checkpoint):
 
     def _load_codes(self, name: str, tensor: GgufTensor) -> Matrix:
         rows, cols = tensor.shape
-        format, group = common_format([tensor.type.name])
+        format, group = packed_format(tensor.type.name)
         data = _core.aligned_empty(_core.packed_bytes(format, rows, cols, group))
         order = self._row_order(name, rows)
         step = max(16, CHUNK_BYTES // tensor.row_bytes // 16 * 16)
@@ -245,7 +245,7 @@ class GgufCheckpoint(Checkpoint):
                 check_finite(blocks.reshape(-1), format, name, tensor.path, first * cols)
                 continue
             where = f"{name}, file {tensor.path}, rows from {first}"
-            format, group = common_format([tensor.type.name])
+            format, group = packed_format(tensor.type.name)
             packed = _core.aligned_empty(_core.packed_bytes(format, len(blocks), cols, group))
             type_id = TYPE_IDS[tensor.type.name]
             _core.repack_gguf(blocks, type_id, cols, format, group, packed, where)
@@ -411,7 +411,7 @@ class _Metadata:
 def _describe(tensor: GgufTensor) -> TensorInfo:
     name = tensor.type.name
     is_read = name in QUANTISED or name in FLOAT_FORMATS
-    format, group = common_format([name]) if is_read else (name, 1)
+    format, group = packed_format(name) if is_read else (name, 1)
     nbytes = 4 * tensor.shape[-1]
     if len(tensor.shape) == 2 and is_read:
         nbytes = _core.packed_bytes(format, *tensor.shape, group)

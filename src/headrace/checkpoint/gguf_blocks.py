@@ -10,7 +10,7 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from headrace.arrays import Bytes, Float32
 from headrace.checkpoint.gguf_super_blocks import SUPER_TYPES, super_blocks_of_packed
 from headrace.checkpoint.records import FLOAT_FORMATS
 from headrace.errors import UnsupportedModelError
-from headrace.quant import MULTIPLES, SUPER_INPUTS, WITH_MINIMUM
+from headrace.quant import SUPER_INPUTS
 
 
 @dataclass(frozen=True)
@@ -346,33 +346,9 @@ QUANTISED: Mapping[str, QuantisedType] = {
 FLOATING: Mapping[str, Callable[[Bytes], Float32]] = {"F32": _f32, "F16": _f16, "BF16": _bf16}
 
 
-_WITH_MINIMUM = {*WITH_MINIMUM, *(name for name, kind in MULTIPLES.items() if kind.has_minimum)}
-
-
-def common_format(type_names: Iterable[str]) -> tuple[str, int]:
-    """The smallest packed format that holds every one of some tensor types without loss.
-
-    Returns:
-        Format and group.
-
-    Raises:
-        UnsupportedModelError: types of values and types of codes together.
-    """
-    names = sorted(set(type_names))
-    floating = [name for name in names if name in FLOAT_FORMATS]
-    if len(names) == 1 and floating:
-        return FLOAT_FORMATS[names[0]], 1
-    if floating:
-        raise UnsupportedModelError(
-            f"experts of types {', '.join(names)} share no packed format\n"
-            "expected one floating type, or quantised types only"
-        )
-    held = {(QUANTISED[name].format, QUANTISED[name].group) for name in names}
-    if len(held) == 1:
-        return held.pop()
-    if set(names) <= {"Q4_K", "Q5_K"}:
-        return "q5k", 32
-    if set(names) <= set(SUPER_TYPES.values()):
-        return "q6ka", 16
-    has_minimum = any(format in _WITH_MINIMUM for format, _ in held)
-    return ("q8a" if has_minimum else "q8f"), min(group for _, group in held)
+def packed_format(type_name: str) -> tuple[str, int]:
+    """The smallest packed format that holds a readable tensor type without loss, and its group."""
+    if type_name in FLOAT_FORMATS:
+        return FLOAT_FORMATS[type_name], 1
+    type = QUANTISED[type_name]
+    return type.format, type.group

@@ -1,8 +1,8 @@
 """Where the experts of a GGUF model lie: one tensor [E, N, K] for each matrix of a layer.
 
 An expert's matrix is a run of whole rows within it, which the reader takes apart and packs. Files
-mix tensor types between layers and between matrices; records of one size need one format for each
-matrix, so a matrix takes the smallest format that holds its types in all layers.
+mix tensor types between layers and between matrices; so the records of each layer have a layout of
+their own.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from headrace.checkpoint.base import config_num_experts
-from headrace.checkpoint.gguf_blocks import QUANTISED, common_format, require_readable
+from headrace.checkpoint.gguf_blocks import QUANTISED, packed_format, require_readable
 from headrace.checkpoint.gguf_header import BLOCK_TYPES, GgufTensor
 from headrace.checkpoint.gguf_names import EXPERT_ROLES
 from headrace.checkpoint.gguf_split import GgufModel
-from headrace.checkpoint.records import PLAIN_ROWS, RecordTable, make_record_layout
+from headrace.checkpoint.records import PLAIN_ROWS, RecordLayout, RecordTable, make_record_layout
 from headrace.errors import CheckpointError, UnsupportedModelError
 
 _EXPERT = re.compile(
@@ -38,7 +38,7 @@ def expert_table(model: GgufModel, config: Mapping[str, Any]) -> RecordTable:
 
     Raises:
         CheckpointError: a tensor is missing or misshapen.
-        UnsupportedModelError: a tensor type that is not read, or types that share no format.
+        UnsupportedModelError: a tensor type that is not read.
     """
     roles = {name: role for role, name in EXPERT_ROLES.items()}
     found: dict[int, dict[str, GgufTensor]] = {}
@@ -63,11 +63,7 @@ def expert_table(model: GgufModel, config: Mapping[str, Any]) -> RecordTable:
     for layer in layers:
         for role, (rows, cols) in shapes.items():
             _check(found[layer].get(role), (num_experts, rows, cols), layer, role, model)
-    # Gate and up share a format: both are multiplied with the same quantised input.
-    wide = {found[n][role].type.name for n in layers for role in ("gate", "up")}
-    down = {found[n]["down"].type.name for n in layers}
-    format, group = common_format(wide)
-    layout = make_record_layout(hidden, inner, format, group, {"down": common_format(down)})
+    layouts = tuple(_layout(found[layer], hidden, inner) for layer in layers)
     paths = sorted({t.path for by_role in found.values() for t in by_role.values()})
     index = {path: i for i, path in enumerate(paths)}
     tensors = [[found[layer][role] for role in EXPERT_ROLES] for layer in layers]
@@ -84,7 +80,7 @@ def expert_table(model: GgufModel, config: Mapping[str, Any]) -> RecordTable:
         files=tuple(paths),
         layers=tuple(layers),
         num_experts=num_experts,
-        layout=layout,
+        layouts=layouts,
         repack="gguf",
         file=np.broadcast_to(file[:, None, :], shape).copy(),
         offset=start[:, None, :] + experts * stride[:, None, :],
@@ -92,6 +88,12 @@ def expert_table(model: GgufModel, config: Mapping[str, Any]) -> RecordTable:
         checksum=None,
         encoding=np.array(encoding, np.int32),
     )
+
+
+def _layout(by_role: Mapping[str, GgufTensor], hidden: int, inner: int) -> RecordLayout:
+    """How the records of a layer lie: each matrix in the format of its own type."""
+    formats = {role: packed_format(tensor.type.name) for role, tensor in by_role.items()}
+    return make_record_layout(hidden, inner, *formats["gate"], formats)
 
 
 def _check(

@@ -117,7 +117,7 @@ def make_coded_table(
         files=tuple(paths),
         layers=tuple(layers),
         num_experts=num_experts,
-        layout=make_record_layout(hidden, inner, *by_role["gate"], by_role),
+        layouts=(make_record_layout(hidden, inner, *by_role["gate"], by_role),) * len(layers),
         repack=sample.method,
         file=np.array([place[e.path] for e in entries], np.int32).reshape(shape),
         offset=np.array([e.offset for e in entries], np.int64).reshape(shape),

@@ -116,7 +116,7 @@ def make_fused_table(
         files=tuple(paths),
         layers=tuple(layers),
         num_experts=num_experts,
-        layout=make_record_layout(hidden, inner, format, group),
+        layouts=(make_record_layout(hidden, inner, format, group),) * len(layers),
         repack="mxfp4" if is_coded else "transposed",
         file=np.broadcast_to(file, shape).copy(),
         offset=start + experts * length,

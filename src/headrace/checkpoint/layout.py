@@ -5,7 +5,7 @@ list of tensors. docs/format.md says the same in prose. Touches no file.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -250,24 +250,19 @@ def expert_header(layer: int, num_experts: int, record_bytes: int) -> bytes:
 
 
 def weight_file_bytes(
-    tensors: Sequence[DenseTensor],
-    layers: Iterable[int],
-    num_experts: int,
-    layout: RecordLayout | None,
+    tensors: Sequence[DenseTensor], num_experts: int, layouts: Mapping[int, RecordLayout]
 ) -> dict[str, int]:
     """Return the length of each weight file of a container, in the order of writing.
 
     Args:
         tensors: in `dense_order`.
-        layers: numbers of the layers with experts.
         num_experts: E.
-        layout: of a record; None in a dense model.
+        layouts: layer with experts -> how its records lie; empty in a dense model.
     """
     sizes = {DENSE_NAME: len(dense_header(tensors)) + sum(t.stored_bytes for t in tensors)}
-    if layout is not None:
-        for layer in layers:
-            header = expert_header(layer, num_experts, layout.record_bytes)
-            sizes[expert_file_name(layer)] = len(header) + num_experts * layout.record_bytes
+    for layer, layout in layouts.items():
+        header = expert_header(layer, num_experts, layout.record_bytes)
+        sizes[expert_file_name(layer)] = len(header) + num_experts * layout.record_bytes
     return sizes
 
 
@@ -284,7 +279,7 @@ def make_manifest(
     tensors: Sequence[DenseTensor],
     dense_checksums: Sequence[int],
     num_experts: int,
-    layout: RecordLayout | None,
+    layouts: Mapping[int, RecordLayout],
     record_checksums: Mapping[int, Sequence[int]],
     files: Mapping[str, bytes],
 ) -> dict[str, Any]:
@@ -297,20 +292,26 @@ def make_manifest(
         tensors: in `dense_order`.
         dense_checksums: one per tensor.
         num_experts: E; 0 in a dense model.
-        layout: of every record; None in a dense model.
+        layouts: layer -> how its records lie; empty in a dense model.
         record_checksums: layer -> one per expert.
         files: contents of configs, tokenizer and chat template files, by name.
     """
     dense = {t.name: t.describe(c) for t, c in zip(tensors, dense_checksums, strict=True)}
     experts = None
-    if layout is not None:
+    if layouts:
+        common = layouts[min(layouts)]
         experts = {
             "num_experts": num_experts,
-            "layout": describe_layout(layout),
+            "layout": describe_layout(common),
             "layers": {
                 str(layer): {
                     "file": expert_file_name(layer),
                     "checksums": [format_checksum(c) for c in checksums],
+                    **(
+                        {}
+                        if layouts[layer] == common
+                        else {"layout": describe_layout(layouts[layer])}
+                    ),
                 }
                 for layer, checksums in sorted(record_checksums.items())
             },

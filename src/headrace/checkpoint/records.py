@@ -122,7 +122,8 @@ class RecordTable:
     layers: tuple[int, ...]
     """Layer numbers of the model that have experts, ascending; Lm of them."""
     num_experts: int
-    layout: RecordLayout
+    layouts: tuple[RecordLayout, ...]
+    """[Lm], of each layer's records: one shape, but formats, and so sizes, of the layer's own."""
     repack: str | None
     """None: packed records. "bf16", "f16", "f32": row-major ranges that the reader interleaves.
     "gguf": rows of blocks, which `encoding` names, that the reader repacks. Else the method of
@@ -155,8 +156,29 @@ class RecordTable:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes one record takes from the drive, without the alignment of its ranges."""
-        return int(self.length[0, 0].sum())
+        """Bytes one record takes from the drive, without the alignment of its ranges; the mean over
+        layers where they differ.
+        """
+        return int(self.length[:, 0].sum()) // len(self.layers)
+
+    @property
+    def shape(self) -> RecordLayout:
+        """A layout for what is the same in all layers: the rows and columns of its matrices."""
+        return self.layouts[0]
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of the largest record, and so of a slot."""
+        return max(layout.record_bytes for layout in self.layouts)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Formats of its matrices, each once."""
+        return tuple(dict.fromkeys(m.format for one in self.layouts for m in one.matrices))
+
+    def layout_of(self, layer: int) -> RecordLayout:
+        """Return how the records of one of `layers` lie."""
+        return self.layouts[self.layers.index(layer)]
 
 
 class ExpertNames(Protocol):
@@ -310,7 +332,7 @@ def make_in_place_table(
         files=tuple(paths),
         layers=tuple(layers),
         num_experts=num_experts,
-        layout=layout,
+        layouts=(layout,) * len(layers),
         repack=format,
         file=file,
         offset=offset,

@@ -62,11 +62,13 @@ def _print(summary: dict[str, Any], report: "VerifyReport | None") -> None:
     formats = ", ".join(f"{name} x {count}" for name, count in dense["formats"].items())
     print(f"dense: {format_bytes(dense['bytes'])} in {dense['num_tensors']} tensors ({formats})")
     if experts is not None:
-        group = f" g{experts['group']}" if experts["group"] > 1 else ""
+        formats = ", ".join(experts["formats"])
+        if len(experts["formats"]) == 1 and experts["group"] > 1:
+            formats += f" g{experts['group']}"
         print(
             f"experts: {format_bytes(experts['bytes'])} in {experts['num_records']} records "
             f"({experts['num_layers']} layers x {experts['num_experts']}), "
-            f"{experts['format']}{group}, {format_bytes(experts['record_bytes'])} each"
+            f"{formats}, {format_bytes(experts['record_bytes'])} each"
         )
         print(
             f"working set of a token: {format_bytes(experts['working_set_bytes'])}, "

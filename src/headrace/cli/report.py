@@ -82,10 +82,9 @@ def describe(llm: "LLM", name: str) -> str:
     spec, plan = llm.spec, llm.plan
     parts = [name, f"{spec.model_type}, {spec.num_hidden_layers} layers"]
     if llm.store is not None and llm.checkpoint.records is not None:
-        layout = llm.checkpoint.records.layout
         parts += [
             f"{spec.num_experts} experts, {spec.num_experts_per_tok} per token, "
-            f"{layout.gate.format}",
+            f"{', '.join(llm.checkpoint.records.formats)}",
             f"slots for {plan.num_slots} of {plan.num_records}, "
             + (
                 "resident"

@@ -188,7 +188,7 @@ class _Export:
     def _write_experts(self, index: int, layer: int) -> None:
         """Write a layer's three tensors, expert by expert: a record is read once."""
         for expert, pieces in enumerate(self._experts(index, layer)):
-            formats = self.plan.expert_formats
+            formats = self.plan.expert_formats[layer]
             for name, piece, format in zip(EXPERT_ROLES.values(), pieces, formats, strict=True):
                 blocks = _blocks(piece, format)
                 self.writer.write(f"blk.{layer}.{name}", expert * blocks.nbytes, blocks)
@@ -197,24 +197,25 @@ class _Export:
         """Gate, up and down of each expert, each whole."""
         source, records = self.source, self.source.records
         assert records is not None, "a layer with experts has records"
+        layout = records.layouts[index]
         if isinstance(source, HuggingFaceCheckpoint) and records.coded:
             with open_records(source, layer) as store:
                 for expert, record in enumerate(read_records(store, layer)):
-                    yield _matrices(records.layout, record, source.path, layer, expert)
+                    yield _matrices(layout, record, source.path, layer, expert)
         elif isinstance(source, HuggingFaceCheckpoint):
             for expert in range(records.num_experts):
                 by_role = source.experts[layer][expert]
                 yield [_whole_piece(by_role[role]) for role in EXPERT_ROLES]
         else:
             assert records.checksum is not None, "a container has checksums"
-            record = np.empty(records.layout.record_bytes, np.uint8)
+            record = np.empty(layout.record_bytes, np.uint8)
             for expert in range(records.num_experts):
                 path = records.files[records.file[index, expert, 0]]
                 offset = int(records.offset[index, expert, 0])
                 read_range(path, offset, record)
                 name = f"layer {layer}, expert {expert}"
                 check_bytes(record, int(records.checksum[index, expert]), name, path, offset)
-                yield _matrices(records.layout, record, path, layer, expert)
+                yield _matrices(layout, record, path, layer, expert)
 
 
 def _matrices(

@@ -83,9 +83,9 @@ class GgufPlan:
     dense: tuple[DensePart, ...]
     layers: tuple[int, ...]
     """Layers with experts; empty in a dense model."""
-    expert_formats: tuple[str, ...]
-    """Of gate, up and down as they are written; of a GGUF source's experts, which are kept, empty.
-    """
+    expert_formats: Mapping[int, tuple[str, ...]]
+    """By layer, of gate, up and down as they are written; of a GGUF source's experts, which are
+    kept, empty."""
     copied: Mapping[str, GgufTensor]
     """Tensors of a GGUF source that are taken over block by block, by their name there."""
     rope_factors: Float32 | None
@@ -118,7 +118,8 @@ def make_gguf_plan(path: Path, recipe: GgufRecipe) -> GgufPlan:
     copied = {t.name: _original(source, t) for t in tensors}
     main_type = largest
     if source.records is not None:
-        main_type = (*expert_formats, source.records.layout.gate.format)[0]
+        asked = None if isinstance(source, GgufCheckpoint) else recipe.experts
+        main_type = asked or source.records.shape.gate.format
     notes: list[str] = []
     metadata = _metadata(spec, main_type)
     if isinstance(source, GgufCheckpoint) and "general.file_type" in source.header.metadata:
@@ -203,7 +204,7 @@ def _choose(source: Checkpoint, name: str, asked: str | None) -> str:
 
 def _plan_experts(
     source: Checkpoint, recipe: GgufRecipe
-) -> tuple[tuple[str, ...], list[GgufTensorPlan]]:
+) -> tuple[dict[int, tuple[str, ...]], list[GgufTensorPlan]]:
     """The experts' formats in the file and their merged tensors; nothing in a dense model."""
     if source.records is None:
         if recipe.experts is not None:
@@ -211,7 +212,7 @@ def _plan_experts(
                 f"a format for experts does nothing: {source.path} is a dense model\n"
                 "hint: give the format of everything else"
             )
-        return (), []
+        return {}, []
     if isinstance(source, GgufCheckpoint):
         if recipe.experts is not None:
             raise UnsupportedModelError(
@@ -221,22 +222,16 @@ def _plan_experts(
             )
         kept = source.header.tensors
         names = [f"blk.{n}.{name}" for n in source.records.layers for name in EXPERT_ROLES.values()]
-        return (), [GgufTensorPlan(n, kept[n].type.name, kept[n].shape) for n in names]
-    layout = source.records.layout
-    for role, matrix in zip(EXPERT_ROLES, layout.matrices, strict=True):
-        what = f"{role} of the experts"
-        _require_possible(source, what, matrix.format, recipe.experts, matrix.cols, False)
-    formats = tuple(recipe.experts or matrix.format for matrix in layout.matrices)
-    stored = dict(zip(EXPERT_ROLES, zip(formats, layout.matrices, strict=True), strict=True))
-    tensors = [
-        GgufTensorPlan(
-            f"blk.{layer}.{name}",
-            TYPE_OF_FORMAT[stored[role][0]],
-            (source.records.num_experts, stored[role][1].rows, stored[role][1].cols),
-        )
-        for layer in source.records.layers
-        for role, name in EXPERT_ROLES.items()
-    ]
+        return {}, [GgufTensorPlan(n, kept[n].type.name, kept[n].shape) for n in names]
+    formats, tensors = {}, []
+    for layer, layout in zip(source.records.layers, source.records.layouts, strict=True):
+        formats[layer] = tuple(recipe.experts or matrix.format for matrix in layout.matrices)
+        for role, matrix, format in zip(EXPERT_ROLES, layout.matrices, formats[layer], strict=True):
+            what = f"{role} of the experts of layer {layer}"
+            _require_possible(source, what, matrix.format, recipe.experts, matrix.cols, False)
+            shape = (source.records.num_experts, matrix.rows, matrix.cols)
+            name = f"blk.{layer}.{EXPERT_ROLES[role]}"
+            tensors.append(GgufTensorPlan(name, TYPE_OF_FORMAT[format], shape))
     return formats, tensors
 
 

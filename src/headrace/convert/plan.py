@@ -13,7 +13,7 @@ from headrace.checkpoint.layout import (
     dense_order,
     weight_file_bytes,
 )
-from headrace.checkpoint.records import EXPERT_ROLES, RecordLayout, make_record_layout
+from headrace.checkpoint.records import EXPERT_ROLES, RecordLayout, RecordTable, make_record_layout
 from headrace.convert.recipe import Assignment, tensor_class
 from headrace.convert.source import FLOATING, OpenedSource, open_source, small_files, table_of
 from headrace.errors import UnsupportedModelError
@@ -34,10 +34,9 @@ class ConvertPlan:
     recipe: Recipe
     tensors: tuple[DenseTensor, ...]
     """In the order of the file."""
-    layers: tuple[int, ...]
-    """All layers with experts, those of MTP included; empty in a dense model."""
     num_experts: int
-    layout: RecordLayout | None
+    layouts: Mapping[int, RecordLayout]
+    """How records lie, by layer with experts, those of MTP included; empty in a dense model."""
     files: Mapping[str, bytes]
     """Contents of configs, tokenizer and chat template files, by name."""
     head: str
@@ -49,7 +48,7 @@ class ConvertPlan:
 
     def file_bytes(self) -> dict[str, int]:
         """Return the length of each weight file, in the order of writing."""
-        return weight_file_bytes(self.tensors, self.layers, self.num_experts, self.layout)
+        return weight_file_bytes(self.tensors, self.num_experts, self.layouts)
 
     def class_of(self, tensor: DenseTensor) -> str:
         """Return the class of a dense matrix; `other` for what is stored as it is."""
@@ -62,15 +61,15 @@ class ConvertPlan:
             is_exact = tensor.kind != "matrix" or tensor.name in self.exact
             kind = "exact" if is_exact else self.class_of(tensor)
             sizes[kind] = sizes.get(kind, 0) + tensor.stored_bytes
-        if self.layout is not None:
-            num = len(self.layers) * self.num_experts
-            for role, matrix in zip(EXPERT_ROLES, self.layout.matrices, strict=True):
-                sizes[f"experts.{role}"] = num * matrix.nbytes
+        for layout in self.layouts.values():
+            for role, matrix in zip(EXPERT_ROLES, layout.matrices, strict=True):
+                kind = f"experts.{role}"
+                sizes[kind] = sizes.get(kind, 0) + self.num_experts * matrix.nbytes
         return sizes
 
     def other_bytes(self) -> int:
         """Return the most that manifest, journal and copied files take."""
-        records = len(self.layers) * self.num_experts
+        records = len(self.layouts) * self.num_experts
         manifest = MANIFEST_BYTES_PER_RECORD * records + MANIFEST_BYTES_PER_TENSOR * len(
             self.tensors
         )
@@ -90,11 +89,15 @@ def make_plan(source: Path | OpenedSource, recipe: Recipe) -> ConvertPlan:
     head = names.name("embed_tokens" if spec.tie_word_embeddings else "lm_head")
     formats = Assignment(recipe)
     tables = [t for t in (checkpoint.records, checkpoint.mtp_records) if t is not None]
-    layout = _plan_records(tables[0].layout, formats) if tables else None
-    if any(t.layout != tables[0].layout for t in tables):
+    if any(_shapes(t) != _shapes(tables[0]) for t in tables):
         raise UnsupportedModelError(
             f"experts of the MTP layers have another shape than the model's: {path}"
         )
+    layouts = {
+        layer: _plan_records(kept, formats)
+        for table in tables
+        for layer, kept in zip(table.layers, table.layouts, strict=True)
+    }
     tensors = tuple(_plan_dense(checkpoint, names, spec, formats, head))
     formats.require_used(path)
     plan = ConvertPlan(
@@ -102,14 +105,17 @@ def make_plan(source: Path | OpenedSource, recipe: Recipe) -> ConvertPlan:
         model_type=spec.model_type,
         recipe=recipe,
         tensors=tensors,
-        layers=tuple(layer for t in tables for layer in t.layers),
         num_experts=tables[0].num_experts if tables else 0,
-        layout=layout,
+        layouts=layouts,
         files=small_files(checkpoint),
         head=head,
         exact=frozenset(t.name for t in tensors if _is_router(t.name, names)),
     )
     return replace(plan, requantised=_find_requantised(plan))
+
+
+def _shapes(table: RecordTable) -> tuple[int, ...]:
+    return table.num_experts, *(n for m in table.shape.matrices for n in (m.rows, m.cols))
 
 
 def _plan_records(kept: RecordLayout, formats: Assignment) -> RecordLayout:
@@ -134,9 +140,9 @@ def _find_requantised(plan: ConvertPlan) -> dict[str, str]:
             info = plan.source.info(tensor.name)
             stored = (tensor.format, tensor.group)
             compare(plan.class_of(tensor), (info.format, info.group), stored)
-    if plan.layout is not None:
-        kept = table_of(plan.source, plan.layers[0]).layout
-        for role, old, new in zip(EXPERT_ROLES, kept.matrices, plan.layout.matrices, strict=True):
+    for layer, layout in plan.layouts.items():
+        kept = table_of(plan.source, layer).layout_of(layer)
+        for role, old, new in zip(EXPERT_ROLES, kept.matrices, layout.matrices, strict=True):
             compare(f"experts.{role}", (old.format, old.group), (new.format, new.group))
     return {kind: ", ".join(sorted(held)) for kind, held in sorted(found.items())}
 

@@ -117,7 +117,7 @@ class Assignment:
                 f"expected a class ({', '.join((*DENSE_CLASSES, *EXPERT_CLASSES))}) or a pattern "
                 "of dense matrix names\n"
                 "hint: vectors, routers and tables read by row stay as they are; experts are "
-                "chosen by class, since all layers have records of one layout"
+                "chosen by class, for all layers alike"
             )
 
 

@@ -204,7 +204,7 @@ class _Conversion:
             self.journal.publish(None)
             return len(plan.file_bytes())
         dense = self._dense()
-        records = {layer: self._records(layer) for layer in plan.layers}
+        records = {layer: self._records(layer) for layer in plan.layouts}
         for name, data in plan.files.items():
             write_bytes(partial / name, data)
         manifest = make_manifest(
@@ -214,7 +214,7 @@ class _Conversion:
             tensors=plan.tensors,
             dense_checksums=dense,
             num_experts=plan.num_experts,
-            layout=plan.layout,
+            layouts=plan.layouts,
             record_checksums=records,
             files=plan.files,
         )
@@ -298,8 +298,7 @@ class _Conversion:
     def _records(self, layer: int) -> list[int]:
         """Write a layer's file unless it is there; return its checksums."""
         plan = self.plan
-        assert plan.layout is not None, "a layer with experts has a record layout"
-        name, record_bytes = expert_file_name(layer), plan.layout.record_bytes
+        name, record_bytes = expert_file_name(layer), plan.layouts[layer].record_bytes
         advance = self._step(name)
         checksums, is_kept = self.journal.keep_or_write(
             name,
@@ -336,10 +335,9 @@ class _Conversion:
 
     def _take_record(self, layer: int, expert: int, table: RecordTable, packed: Bytes) -> Bytes:
         """Take over a record as its reader packed it, but for matrices of another format."""
-        layout = self.plan.layout
-        assert layout is not None, "a layer with experts has a record layout"
+        layout = self.plan.layouts[layer]
         record = np.zeros(layout.record_bytes, np.uint8)
-        matrices = zip(EXPERT_ROLES, table.layout.matrices, layout.matrices, strict=True)
+        matrices = zip(EXPERT_ROLES, table.layout_of(layer).matrices, layout.matrices, strict=True)
         for role, held, stored in matrices:
             data = packed[held.offset : held.offset + held.nbytes]
             if (held.format, held.group) != (stored.format, stored.group):
@@ -369,8 +367,7 @@ class _Conversion:
     def _pack_record(
         self, layer: int, expert: int, values: Sequence[tuple[TensorEntry, Bytes]]
     ) -> Bytes:
-        layout = self.plan.layout
-        assert layout is not None, "a layer with experts has a record layout"
+        layout = self.plan.layouts[layer]
         record = np.zeros(layout.record_bytes, np.uint8)
         for role, matrix, (entry, data) in zip(EXPERT_ROLES, layout.matrices, values, strict=True):
             source = FLOAT_FORMATS[entry.dtype]

@@ -79,7 +79,7 @@ def is_quantised(source: Checkpoint) -> bool:
     """Whether a source holds any of its matrices in codes."""
     dense = {info.format for info in source.tensors.values() if len(info.shape) == 2}
     tables = [t for t in (source.records, source.mtp_records) if t is not None]
-    experts = {matrix.format for table in tables for matrix in table.layout.matrices}
+    experts = {format for table in tables for format in table.formats}
     return not dense | experts <= FLOATING
 
 
@@ -165,7 +165,7 @@ def open_records(source: Checkpoint, layer: int) -> Iterator[ExpertStore]:
     table = table_of(source, layer)
     if table.factors is not None and isinstance(source, HuggingFaceCheckpoint):
         table = source.layer_table(layer)
-    slots = 1 + num_ahead(table.layout.record_bytes)
+    slots = 1 + num_ahead(table.record_bytes)
     with ExpertStore(table, num_slots=slots, readers=ExpertConfig()) as store:
         yield store
 

@@ -67,7 +67,7 @@ def make_forecast(
         fingerprint=fingerprint,
         layers=table.layers,
         num_experts=table.num_experts,
-        record_bytes=table.layout.record_bytes,
+        record_bytes=table.record_bytes,
         read_bytes=table.read_bytes,
         other_bytes=0,
         num_readers=readers.num_readers,

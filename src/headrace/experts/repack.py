@@ -32,7 +32,7 @@ def measure_repack(table: RecordTable) -> float | None:
     measured: dict[tuple[int, MatrixLayout], float] = {}
     num_bytes = num_seconds = 0.0
     for row in range(len(table.layers)):
-        for part, matrix in enumerate(table.layout.matrices):
+        for part, matrix in enumerate(table.layouts[row].matrices):
             type_id = PLAIN_ROWS if table.encoding is None else int(table.encoding[row, part])
             if (type_id, matrix) not in measured:
                 measured[type_id, matrix] = _measure_rows(type_id, matrix)
@@ -65,7 +65,7 @@ def _measure_rows(type_id: int, matrix: MatrixLayout) -> float:
 
 def _measure_coded(table: RecordTable, index: int) -> tuple[int, float]:
     """Bytes of a matrix, 0 gate to 2 down, and the seconds that a core packs them in."""
-    matrix = table.layout.matrices[index]
+    matrix = table.shape.matrices[index]
     tensors = []
     for number, stored in enumerate(table.coded):
         is_shared = stored.matrix > 2 and index < 2  # by gate and up

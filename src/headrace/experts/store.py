@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from headrace import _core
 from headrace._core import Lease
 from headrace.arrays import Int32, Int64
-from headrace.checkpoint.records import PLAIN_ROWS, MatrixLayout, RecordTable
+from headrace.checkpoint.records import PLAIN_ROWS, RecordLayout, RecordTable
 from headrace.config import ExpertConfig
 from headrace.experts.history import History
 from headrace.experts.policy import DEFAULT_POLICY, RESIDENT_POLICY, choose_policy
@@ -152,8 +152,12 @@ def _encoding(table: RecordTable) -> Int32 | None:
     return np.ascontiguousarray(table.encoding, np.int32)
 
 
-def _matrix(layout: MatrixLayout) -> tuple[str, int, int, int, int]:
-    return layout.format, layout.rows, layout.cols, layout.group, layout.offset
+_MatrixTuple: TypeAlias = tuple[str, int, int, int, int]
+
+
+def _layout(layout: RecordLayout) -> tuple[_MatrixTuple, _MatrixTuple, _MatrixTuple, int]:
+    gate, up, down = ((m.format, m.rows, m.cols, m.group, m.offset) for m in layout.matrices)
+    return gate, up, down, layout.record_bytes
 
 
 def _open_recent(history: History | None, header: TraceHeader) -> RecentRouting | None:
@@ -221,7 +225,7 @@ class ExpertStore:
             fingerprint=fingerprint,
             layers=table.layers,
             num_experts=table.num_experts,
-            record_bytes=table.layout.record_bytes,
+            record_bytes=table.record_bytes,
             read_bytes=table.read_bytes,
             other_bytes=other_bytes,
             num_readers=readers.num_readers,
@@ -235,10 +239,7 @@ class ExpertStore:
             files=[str(path) for path in table.files],
             layers=list(table.layers),
             num_experts=table.num_experts,
-            gate=_matrix(table.layout.gate),
-            up=_matrix(table.layout.up),
-            down=_matrix(table.layout.down),
-            record_bytes=table.layout.record_bytes,
+            layouts=[_layout(layout) for layout in table.layouts],
             file=np.ascontiguousarray(table.file, np.int32),
             offset=np.ascontiguousarray(table.offset, np.int64),
             length=np.ascontiguousarray(table.length, np.int64),
@@ -287,7 +288,7 @@ class ExpertStore:
     @property
     def record_bytes(self) -> int:
         """Bytes of one slot."""
-        return self.table.layout.record_bytes
+        return self.table.record_bytes
 
     def acquire(self, layer: int, ids: Int32) -> Lease:
         """Claim the experts of one layer for one step; queue what is missing, and return at once.

@@ -94,7 +94,7 @@ class Weights:
             ("up", inner, hidden),
             ("down", hidden, inner),
         ):
-            layout = getattr(records.layout, role)
+            layout = getattr(records.shape, role)
             if (layout.rows, layout.cols) != (rows, cols):
                 raise CheckpointError(
                     f"the experts' {role} matrix has the wrong shape: {self._checkpoint.path}\n"

@@ -217,7 +217,7 @@ class _ContainerWriter(_Writer):
 
     def file_bytes(self) -> dict[str, int]:
         layers, num = range(self.shape.num_hidden_layers), self.shape.num_experts
-        return weight_file_bytes(self.tensors, layers, num, self.layout)
+        return weight_file_bytes(self.tensors, num, dict.fromkeys(layers, self.layout))
 
     def _load(self, tensor: DenseTensor) -> Bytes:
         parameter = self.parameters[tensor.name]
@@ -246,7 +246,7 @@ class _ContainerWriter(_Writer):
                 tensors=self.tensors,
                 dense_checksums=dense,
                 num_experts=num,
-                layout=self.layout,
+                layouts=dict.fromkeys(records, self.layout),
                 record_checksums=records,
                 files=files,
             )
