@@ -1,6 +1,7 @@
 """`headrace trace`: what a run records, a replay counts; and what is wrong is said."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -137,3 +138,33 @@ def test_a_damaged_trace_names_the_byte(recorded: Path, capsys: pytest.CaptureFi
     assert status == 1 and "byte" in err and "--partial" in err
     status, _, _ = call(capsys, "trace", "replay", recorded, "--slots", "4", "--partial")
     assert status == 0
+
+
+def test_nothing_is_recorded_behind_damage(
+    recorded: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = recorded.read_bytes()[:-5]
+    recorded.write_bytes(damaged)
+    status, _, err = call(capsys, "trace", "record", recorded, tiny, "-n", 2, *QUIET)
+    assert status == 1 and "name a new file" in err
+    assert recorded.read_bytes() == damaged
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sizes of files are limited as on Linux")
+def test_a_drive_that_fills_up_fails_the_recording_and_leaves_whole_blocks(
+    recorded: Path, tiny: Path
+) -> None:
+    whole = recorded.read_bytes()
+    program = (
+        "import resource, sys\n"
+        "from headrace.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)\n"
+        "main()\n"
+    )
+    words = ("trace", "record", str(recorded), str(tiny), "-n", "2", *QUIET)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(len(whole) + 20), *words],
+        capture_output=True, check=False, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1 and "the trace ends here" in done.stderr
+    assert recorded.read_bytes() == whole

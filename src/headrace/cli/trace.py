@@ -39,7 +39,7 @@ def record(
     *,
     engine: EngineConfig,
     sampling: SamplingParams,
-) -> None:
+) -> int:
     """Answer prompts with MODEL, one after the other as raw text, and write the routing to FILE."""
     from dataclasses import replace
 
@@ -57,12 +57,17 @@ def record(
         if llm.store is None:
             raise ConfigError(f"{model} has no routed experts: there is nothing to trace")
         for number, text in enumerate(texts, start=1):
-            receipt = llm.generate(text, sampling).receipt
+            answer = llm.generate(text, sampling)
+            receipt = answer.receipt
             say(
                 f"{number} of {len(texts)}: {receipt.prompt_tokens} + {receipt.completion_tokens} "
                 f"tokens, {100 * receipt.expert_hit_rate:.1f} % hit"
             )
+            if answer.error is not None:
+                say(f"headrace: {answer.error}", style="")
+                return 1
     say(f"{file}: {format_bytes(file.stat().st_size)}", style="")
+    return int(llm.store.is_trace_cut)
 
 
 def _lines(path: Path) -> list[str]:

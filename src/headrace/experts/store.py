@@ -264,7 +264,8 @@ class ExpertStore:
         )
         self._is_warned = False
         sinks = [] if recent is None else [recent]
-        file = [] if readers.trace is None else [TraceFile(readers.trace, header)]
+        self._trace = None if readers.trace is None else TraceFile(readers.trace, header)
+        file = [] if self._trace is None else [self._trace]
         self._recorder = Recorder(self._native, [*sinks, *file]) if sinks or file else None
         if history is not None and history.num_tokens > 0:
             self._native.set_frequencies(history.frequencies(float(readers.half_life_tokens)))
@@ -274,6 +275,11 @@ class ExpertStore:
     def source(self) -> _core.RecordSource:
         """What `ops.routed_ffn` fetches records from."""
         return self._native
+
+    @property
+    def is_trace_cut(self) -> bool:
+        """Whether some of the routing could not be written to the trace."""
+        return self._trace is not None and self._trace.is_cut
 
     @property
     def num_slots(self) -> int:

@@ -4,10 +4,12 @@ Owns the file: header, blocks, checksums. What stands inside a block is written 
 (`native/store/trace.h`). It decides nothing; `policy.py` replays.
 """
 
+import contextlib
 import functools
 import json
 import logging
 import operator
+import os
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -118,7 +120,7 @@ def _checksum(content: bytes) -> int:
 def _damaged(path: Path, offset: int, what: str) -> CheckpointError:
     return CheckpointError(
         f"damaged trace: {path}, byte {offset}\n{what}\n"
-        "hint: `--partial` takes the whole blocks before it"
+        "hint: `headrace trace replay --partial` takes the whole blocks before it"
     )
 
 
@@ -220,7 +222,12 @@ class _Sink(Protocol):
 
 
 class TraceFile:
-    """Appends blocks to a file; each is whole or, after a kill, the last one is cut."""
+    """Appends blocks to a file; each is whole or, after a kill, the last one is cut.
+
+    `is_cut` says that one could not be written, and that the file ends before it.
+    """
+
+    is_cut = False
 
     def __init__(self, path: Path, header: TraceHeader) -> None:
         """Begin the file, or go on with one of the same model.
@@ -236,12 +243,18 @@ class TraceFile:
             known, start = _read_header(path, content)
             if not known.is_of_same_model(header):
                 raise ConfigError(f"the trace is of another model: {path}\nhint: name a new file")
-            for _ in _blocks(path, content, start):
-                pass
+            try:
+                for _ in _blocks(path, content, start):
+                    pass
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{error}\nhint: name a new file: nothing is added behind the damage"
+                ) from None
         try:
-            self._file = path.open("ab")
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise ConfigError(f"cannot write trace: {path}: {error.strerror}") from None
+        self._whole_bytes = os.fstat(self._file.fileno()).st_size
         if not exists:
             self._write(header.encode())
 
@@ -250,10 +263,15 @@ class TraceFile:
         if self._file.closed:
             return
         try:
-            self._file.write(content)
-            self._file.flush()
+            left = memoryview(content)
+            while left:
+                left = left[self._file.write(left) :]
+            self._whole_bytes += len(content)
         except OSError as error:
             _log.warning("the trace ends here: %s: %s", self._path, error.strerror)
+            self.is_cut = True
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._whole_bytes)
             self.close()
 
     def add(self, block: Block) -> None:
