@@ -238,8 +238,9 @@ class Runner:
             EngineError: the run failed in any other way.
         """
         config = with_settings(self._config, settings)
+        # -P: a checkpoint's folder may hold modules of any name, and may be the working one.
         done = subprocess.run(
-            [sys.executable, "-c", "from headrace.tune import run_task; run_task()"],
+            [sys.executable, "-P", "-c", "from headrace.tune import run_task; run_task()"],
             input=pickle.dumps((self.path, config, self._tokens)),
             capture_output=True,
             check=False,

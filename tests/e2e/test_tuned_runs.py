@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,19 @@ def test_a_start_uses_what_was_kept_and_answers_the_same(tiny: Path) -> None:
     made = plan_model(tiny, EngineConfig(memory=MEMORY, slots=7))
     assert made.num_slots == 7 and made.chunk == 3, "an option wins, by itself"
     assert sum(count for _, count in made.parts()) == made.ceiling_bytes
+
+
+def test_modules_in_the_working_folder_are_not_taken(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint's folder often holds Python files."""
+    for name in ("pickle.py", "numpy.py", "headrace.py"):
+        (tmp_path / name).write_text("raise SystemExit('not me')\n")
+    path = [str(Path(entry).resolve()) for entry in sys.path if entry]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    monkeypatch.chdir(tmp_path)
+    runner = Runner(tiny.resolve(), EngineConfig(memory=MEMORY, experts=OFF), tokens=2)
+    assert len(runner({}).ids) == 2
 
 
 def test_runs_in_processes_of_their_own(tiny: Path) -> None:
