@@ -5,6 +5,7 @@ does not say is "not known", which is no fault. Changes nothing but the memory o
 Prints nothing.
 """
 
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -306,7 +307,7 @@ def _health(name: str, report: VerifyReport, is_deep: bool) -> Iterator[Finding]
             "model health", OK,
             f"{how} sound: {report.num_checked} ranges, {format_bytes(report.checked_bytes)}"
             + (unsure if is_deep and not report.has_checksums else ""),
-            None if is_deep else f"`headrace doctor {name} --deep` reads all of it",
+            None if is_deep else f"`headrace doctor {shlex.quote(name)} --deep` reads all of it",
         )  # fmt: skip
 
 

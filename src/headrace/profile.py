@@ -179,11 +179,15 @@ def what_limits(sums: PhaseProfile, plan: MemoryPlan) -> str:
         return _drive_limit(sums, plan)
     seconds = {name: s for name, s in sums.parts().items() if name != "waiting for reads"}
     name = max(seconds, key=lambda part: seconds[part])
+    is_wide = plan.kv == "f32"
     advice = {
-        "attention": "a shorter `--context`, and `--kv f16`, make it less",
+        "attention": "shorter prompts and answers"
+        + (", and `--kv f16`, make it less" if is_wide else " make it less"),
         "dense": "more `--threads`, or `convert --dense q4`, make it less",
         "experts": "more `--threads`, or fewer bits (`convert --experts q4`), make it less",
-        "rest": "larger steps (`--chunk`, `--sequences`) share it among more tokens",
+        "rest": "larger steps (`--chunk`) share it among more tokens"
+        if sums.phase == "prefill"
+        else "answers decoded together (`sequences`, `LLM.generate_batch`) share it",
     }[name]
     return f"{name} ({_share(seconds[name], sums):.0%} of the time): {advice}"
 

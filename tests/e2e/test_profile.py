@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def test_the_sentence_names_the_largest_part_and_an_option(plan: MemoryPlan) -> 
     assert "busy for 50% only" in idle and "--readers" in idle
     resident = what_limits(busy, replace(streamed, num_slots=streamed.num_records))
     assert "read once" in resident and "`--memory`" not in resident
-    for name, option in (("attention", "--context"), ("dense", "--threads"), ("experts", "q4")):
+    for name, option in (("attention", "prompts"), ("dense", "--threads"), ("experts", "q4")):
         said = what_limits(sums(**{f"{name}_s": 0.7, "waiting_s": 0.2}), streamed)
         assert said.startswith(f"{name} (70% of the time)") and option in said
     assert what_limits(sums(), streamed).startswith("rest (100%")
@@ -93,3 +94,16 @@ def test_the_sentence_names_the_largest_part_and_an_option(plan: MemoryPlan) -> 
 
 def test_the_option_is_offered_only_where_it_does_something(cli: Any, tiny: Path) -> None:
     assert cli("plan", tiny, "--profile")[0] == 2
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("part", ["attention", "dense", "experts", "rest", "waiting"])
+def test_every_option_it_names_is_one_of_run(
+    cli: Any, plan: MemoryPlan, phase: str, part: str
+) -> None:
+    known = cli("run", "--help")[1]
+    seconds = {} if part == "rest" else {f"{part}_s": 0.9}
+    said = what_limits(PhaseProfile(phase=phase, num_steps=1, wall_s=1.0, **seconds), plan)
+    named = re.findall(r"`(?!convert)(--[a-z-]+)", said)
+    assert all(f" {name} " in known for name in named), said
+    assert (phase, part) == ("prefill", "rest") or "--chunk" not in said

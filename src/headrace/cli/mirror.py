@@ -1,6 +1,7 @@
 """`headrace mirror`: copies of a model's hottest records for a second drive."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -94,7 +95,8 @@ def stage(
     kept = made.mirror_bytes - copied
     already = f", {format_bytes(kept)} were there already" if kept else ""
     print(f"{made.folder}: {format_bytes(copied)} copied{already}")
-    print(f"use it: headrace run {model} --drive {made.folder}")
+    folder = shlex.quote(str(made.folder))
+    print(f"use it: headrace run {shlex.quote(model)} --drive {folder}")
 
 
 @app.command()
