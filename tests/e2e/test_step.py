@@ -2,6 +2,7 @@
 
 import builtins
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,16 @@ def test_a_step_imports_nothing(stream: Stream, monkeypatch: pytest.MonkeyPatch)
     assert not imported
 
 
-def test_the_native_pools_do_not_grow(stream: Stream) -> None:
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """How many buffers several threads hold at a time is chance."""
+    num_threads = ops.num_threads()
+    ops.set_threads(1)
+    yield
+    ops.set_threads(num_threads)
+
+
+def test_the_native_pools_do_not_grow(one_thread: None, stream: Stream) -> None:
     before = ops.pool_bytes()
     for _ in range(STEPS):
         stream.advance()
