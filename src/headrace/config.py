@@ -5,6 +5,7 @@ Owns option names, defaults and their checks. It resolves nothing: "auto" become
 """
 
 import math
+import numbers
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -49,13 +50,13 @@ def parse_bytes(text: str | int) -> int:
     Raises:
         ConfigError: the text is no size, or not above zero.
     """
-    if isinstance(text, int) and not isinstance(text, bool):
-        value = text
+    if isinstance(text, numbers.Integral) and not isinstance(text, bool):
+        value = int(text)  # a number of NumPy's, too
     else:
         match = _SIZE.fullmatch(text) if isinstance(text, str) else None
         if match is None or match[2].upper() not in _UNITS:
             raise ConfigError(
-                f"not a byte size: `{text}`\n"
+                f"not a byte size: {text!r}\n"
                 "expected a number with an optional unit such as 1536MiB, 2GiB, 8G or 8GB"
             )
         value = _times(match[1], _UNITS[match[2].upper()])

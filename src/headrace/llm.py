@@ -12,7 +12,7 @@ import secrets
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -211,7 +211,7 @@ class LLM:
         if held is None or held_before is None:
             return first
         others = max(held_before, held - first.dense_bytes - first.embedding_bytes)
-        place = "drive" if first.embedding == "drive" else "resident"
+        place = "auto" if first.embedding == "tied" else first.embedding
         decided = {"memory": first.ceiling_bytes, "embedding": place}
         return self._plan(make_engine_config(self.config, decided), others, history)
 
@@ -337,7 +337,8 @@ class LLM:
         Raises:
             RequestError: as in `stream`, or the template refuses the messages.
         """
-        if isinstance(messages, str) or not all(isinstance(m, Mapping) for m in messages):
+        is_list = isinstance(messages, Iterable) and not isinstance(messages, str)
+        if not is_list or not all(isinstance(m, Mapping) for m in messages):
             raise RequestError(
                 "messages are not a list of objects\n"
                 'expected [{"role": "user", "content": "..."}], '

@@ -422,6 +422,11 @@ def make_plan(
 
 
 def _must_be_resident(sizes: ModelSizes, config: EngineConfig) -> bool:
+    if not sizes.embedding_bytes and config.embedding == "drive":
+        raise ConfigError(
+            "option `embedding` cannot be `drive`: the model's table is its output head as well, "
+            "and every token needs all of it\nexpected auto or resident"
+        )
     if sizes.embedding_has_rows:
         return config.embedding == "resident"
     if config.embedding == "drive":

@@ -232,6 +232,19 @@ def test_read_error_ends_the_answer_and_not_the_engine(tiny: Path, reference: li
         assert llm.generate(PROMPTS[0], GREEDY).ids == reference[0].ids
 
 
+def test_an_embedding_that_cannot_be_read_ends_the_answer(tiny: Path, reference: list[Any]) -> None:
+    with open_llm(tiny, embedding="drive") as llm:
+        llm.generate(PROMPTS[0], GREEDY)  # every expert asked for has its slot now
+        _core.inject_fault("eio", after=0, count=-1, path_contains="safetensors")
+        try:
+            broken = llm.generate(PROMPTS[0], GREEDY)
+        finally:
+            _core.clear_faults()
+        assert broken.finish_reason == "error"
+        assert broken.error is not None and "cannot be read" in broken.error
+        assert llm.generate(PROMPTS[0], GREEDY).ids == reference[0].ids
+
+
 def test_bad_requests_are_named(tiny: Path) -> None:
     with open_llm(tiny, context=32) as llm:
         with pytest.raises(RequestError, match="at most 31 tokens, got 100"):
@@ -248,7 +261,7 @@ def test_bad_requests_are_named(tiny: Path) -> None:
         for params in ({"max_tokens": 3}, 3):
             with pytest.raises(ConfigError, match="no SamplingParams"):
                 llm.generate("ok", params)  # type: ignore[arg-type]
-        for messages in ("hello", ["hello"]):
+        for messages in ("hello", ["hello"], None):
             with pytest.raises(RequestError, match="messages are not"):
                 llm.chat(messages)  # type: ignore[arg-type]
         assert llm.generate("ok", GREEDY).finish_reason == "length"

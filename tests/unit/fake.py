@@ -53,12 +53,13 @@ class FakeModel:
 
     vocab: int = 32
     poison: int | None = None
+    kind: type[Exception] = ExpertReadError
     calls: list[int] = field(default_factory=list)  # rows of each call
 
     def __call__(self, ids: list[int], rows: Any, kv: Any, experts: Any, logits_rows: Any) -> Any:
         self.calls.append(len(ids))
         if self.poison is not None and self.poison in ids:
-            raise ExpertReadError("record is short: layer 1, expert 2")
+            raise self.kind("record is short: layer 1, expert 2")
         if experts is not None:
             experts.requests += len(set(ids.tolist()))
         for token, position, sequence in zip(ids, rows.positions, rows.sequences, strict=True):

@@ -2,6 +2,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headrace.config import (
@@ -9,6 +10,7 @@ from headrace.config import (
     ExpertConfig,
     SamplingParams,
     ignored_generation_fields,
+    make_engine_config,
     parse_bytes,
     parse_memory,
     resolve_sampling,
@@ -179,3 +181,10 @@ def test_generation_fields_that_nobody_obeys_are_found_and_harmless_ones_are_not
         "penalty_alpha": 0.6, "stop_strings": ["end"], "min_new_tokens": 9, "never_heard_of": 1,
     }  # fmt: skip
     assert ignored_generation_fields({**harmless, **asking}) == asking
+
+
+def test_a_size_may_be_any_whole_number_and_no_other() -> None:
+    assert make_engine_config(None, {"memory": np.int64(1 << 30)}).memory == 1 << 30
+    for wrong in (1.5e9, True, None):
+        with pytest.raises(ConfigError, match=f"not a byte size: {wrong}"):
+            parse_bytes(wrong)  # type: ignore[arg-type]

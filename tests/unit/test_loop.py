@@ -8,7 +8,7 @@ from fake import FakeKV, FakeModel, FakeStore
 from headrace.config import SamplingParams, resolve_sampling
 from headrace.engine.loop import EngineLoop
 from headrace.engine.sequence import Sequence, State
-from headrace.errors import RequestError
+from headrace.errors import CheckpointError, ExpertReadError, RequestError
 
 PAGE = 8
 
@@ -206,10 +206,13 @@ def test_context_bounds_prompt_and_answer() -> None:
         loop.submit([], resolved(), seed=0)
 
 
-def test_read_error_ends_only_the_sequence_that_needed_the_record() -> None:
+@pytest.mark.parametrize("kind", [ExpertReadError, CheckpointError])
+def test_read_error_ends_only_the_sequence_that_needed_the_record(
+    kind: type[Exception],
+) -> None:
     options = {"max_tokens": 6, "temperature": 0.0}
     expected = answer(generate(make_loop(), [1, 2, 3], **options))
-    loop = make_loop(FakeModel(poison=31))
+    loop = make_loop(FakeModel(poison=31, kind=kind))
     good = loop.submit([1, 2, 3], resolved(**options), seed=0)
     bad = loop.submit([4, 31, 5], resolved(**options), seed=0)
     drain(loop)

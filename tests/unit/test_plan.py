@@ -178,6 +178,13 @@ def test_auto_leaves_headroom_and_counts_what_is_held_already(tmp_path: Path) ->
         auto_ceiling(0, tmp_path / "empty")
 
 
+def test_a_tied_embedding_cannot_stay_on_the_drive() -> None:
+    tied = replace(BIG, embedding_bytes=0)
+    assert plan(2048 * MIB, tied).embedding == "tied"
+    with pytest.raises(ConfigError, match="output head as well"):
+        plan(2048 * MIB, tied, embedding="drive")
+
+
 def test_an_embedding_in_codes_is_always_resident() -> None:
     packed = replace(BIG, embedding_has_rows=False)
     made = plan(2048 * MIB, packed)

@@ -112,6 +112,7 @@ class Session:
         except EngineError as error:
             self.messages.pop()
             say(f"headrace: {error}", style="")
+            say("the conversation goes on without this message; /reset begins a new one")
             return
         _print_stream(stream)
         result = stream.result()

@@ -21,7 +21,7 @@ from headrace.engine import sampler
 from headrace.engine.pages import PageTable
 from headrace.engine.scheduler import Part, Scheduler
 from headrace.engine.sequence import Sequence, State, Usage, Watcher
-from headrace.errors import ExpertReadError, NumericError, RequestError
+from headrace.errors import CheckpointError, ExpertReadError, NumericError, RequestError
 from headrace.experts import ExpertStore, StepCounters
 from headrace.state import PAGE_TOKENS, KVPool, StepRows
 
@@ -140,7 +140,7 @@ class EngineLoop:
             return False
         try:
             self._compute(parts)
-        except (ExpertReadError, NumericError):
+        except (CheckpointError, ExpertReadError, NumericError):
             # Somebody in this step needs what cannot be had. Alone, only the needy fail.
             for part in parts:
                 self._compute_alone(part)
@@ -152,7 +152,7 @@ class EngineLoop:
     def _compute_alone(self, part: Part) -> None:
         try:
             self._compute([part])
-        except ExpertReadError as error:
+        except (CheckpointError, ExpertReadError) as error:  # an embedding's row, or an expert
             part.sequence.finish("error", error)
         except NumericError as error:
             hint = "hint: a weight may be NaN; `headrace inspect --verify MODEL` looks for it"
