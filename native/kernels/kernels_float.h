@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "kernels/kernel_table.h"
+#include "kernels/unroll.h"
 
 namespace headrace::HEADRACE_ISA {
 
@@ -72,42 +73,87 @@ inline void store_some(float* p, Floats a, int n) {
   }
 }
 
-inline bool quantise_row(const float* x, int32_t cols, int32_t group, int8_t* codes, float* scales,
-                         int32_t* sums) {
+template <int distance>
+Ints swap_lanes(Ints a) {
+  return bits_of(swap_lanes<distance>(from_bits(a)));
+}
+inline int32_t first_lane(Ints a) {
+  const float lane = first_lane(from_bits(a));
+  int32_t bits;
+  __builtin_memcpy(&bits, &lane, 4);
+  return bits;
+}
+
+inline int32_t max_lane(Ints lanes) {
+  lanes = max(lanes, swap_lanes<8>(lanes));
+  lanes = max(lanes, swap_lanes<4>(lanes));
+  lanes = max(lanes, swap_lanes<2>(lanes));
+  return first_lane(max(lanes, swap_lanes<1>(lanes)));
+}
+
+inline int32_t sum_of_lanes(Ints lanes) {
+  lanes = add(lanes, swap_lanes<8>(lanes));
+  lanes = add(lanes, swap_lanes<4>(lanes));
+  lanes = add(lanes, swap_lanes<2>(lanes));
+  return first_lane(add(lanes, swap_lanes<1>(lanes)));
+}
+
+// A group of 16 V inputs, whole. Returns the bits of its largest magnitude: magnitudes compare as
+// integers, so a NaN or an infinity is simply a large one.
+template <int V>
+[[gnu::always_inline]] inline int32_t quantise_group(const float* x, int8_t* codes, float* scale,
+                                                     int32_t* sum) {
   const Ints magnitude = splat_int(0x7fffffff);
+  Floats in[V];
+  Ints largest = splat_int(0);
+  unroll<V>([&](auto v) __attribute__((always_inline)) {
+    in[v] = load(x + v * 16);
+    largest = max(largest, bit_and(bits_of(in[v]), magnitude));
+  });
+  const int32_t bits = max_lane(largest);
+  float amax;
+  __builtin_memcpy(&amax, &bits, 4);
+  const bool is_zero = amax < kLeastAmax;
+  *scale = is_zero ? 0.0f : amax / 127.0f;
+  const Floats inverse = splat(is_zero ? 0.0f : 127.0f / amax);
+  Ints total = splat_int(0);
+  unroll<V>([&](auto v) __attribute__((always_inline)) {
+    const Ints code = round_to_int(mul(in[v], inverse));
+    store_int8(codes + v * 16, code);
+    total = add(total, code);
+  });
+  *sum = sum_of_lanes(total);
+  return bits;
+}
+
+// A row by groups of 16 V; the last may be partial, and counts as one followed by zeros.
+template <int V>
+bool quantise_groups(const float* x, int32_t cols, int8_t* codes, float* scales, int32_t* sums) {
+  constexpr int32_t kGroup = 16 * V;
   int32_t worst = 0;
-  for (int32_t g = 0; g * group < cols; ++g) {
-    const float* in = x + g * group;
-    const int32_t here = cols - g * group < group ? cols - g * group : group;
-    Ints largest = splat_int(0);
-    for (int32_t i = 0; i < here; i += 16) {
-      const int n = here - i < 16 ? here - i : 16;
-      largest = max(largest, bit_and(bits_of(load_some(in + i, n)), magnitude));
-    }
-    int32_t lanes[16];
-    store(lanes, largest);
-    // Magnitudes compare as integers, so a NaN or an infinity is simply a large one.
-    int32_t bits = 0;
-    for (int32_t lane : lanes) bits = lane > bits ? lane : bits;
+  const int32_t whole = cols / kGroup;
+  for (int32_t g = 0; g < whole; ++g) {
+    const int32_t bits =
+        quantise_group<V>(x + g * kGroup, codes + g * kGroup, scales + g, sums + g);
     worst = bits > worst ? bits : worst;
-    float amax;
-    __builtin_memcpy(&amax, &bits, 4);
-    const bool is_zero = amax < kLeastAmax;
-    scales[g] = is_zero ? 0.0f : amax / 127.0f;
-    const Floats inverse = splat(is_zero ? 0.0f : 127.0f / amax);
-    Ints sum = splat_int(0);
-    for (int32_t i = 0; i < group; i += 16) {
-      const int n = here - i < 16 ? (here - i < 0 ? 0 : here - i) : 16;
-      const Ints code = round_to_int(mul(load_some(in + i, n), inverse));
-      store_int8(codes + g * group + i, code);
-      sum = add(sum, code);
-    }
-    store(lanes, sum);
-    int32_t total = 0;
-    for (int32_t lane : lanes) total += lane;
-    sums[g] = total;
+  }
+  const int32_t left = cols - whole * kGroup;
+  if (left > 0) {
+    float rest[kGroup] = {};
+    for (int32_t i = 0; i < left; ++i) rest[i] = x[whole * kGroup + i];
+    const int32_t bits =
+        quantise_group<V>(rest, codes + whole * kGroup, scales + whole, sums + whole);
+    worst = bits > worst ? bits : worst;
   }
   return worst < 0x7f800000;
+}
+
+// Groups of 16, 32 or 64.
+inline bool quantise_row(const float* x, int32_t cols, int32_t group, int8_t* codes, float* scales,
+                         int32_t* sums) {
+  if (group == 16) return quantise_groups<1>(x, cols, codes, scales, sums);
+  if (group == 32) return quantise_groups<2>(x, cols, codes, scales, sums);
+  return quantise_groups<4>(x, cols, codes, scales, sums);
 }
 
 inline void rms_norm_row(const float* x, const float* weight, float eps, int32_t count,
