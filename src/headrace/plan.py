@@ -138,10 +138,13 @@ def tokenizer_bytes(spec: ModelSpec, checkpoint: Checkpoint) -> int:
 
 def _has_merges(path: Path) -> bool:
     """Whether a tokenizer.json has merges, about as many as tokens then; it is not parsed."""
-    if not path.is_file() or not path.stat().st_size:
+    try:
+        if not path.stat().st_size:
+            return False
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            return _MERGES.search(text) is not None
+    except OSError:  # who loads it will say what is wrong
         return False
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return _MERGES.search(content) is not None
 
 
 def _router_growth(spec: ModelSpec, checkpoint: Checkpoint, names: set[str]) -> int:

@@ -20,6 +20,7 @@ import jinja2.sandbox
 import tokenizers
 
 from headrace.checkpoint import Checkpoint, GgufCheckpoint
+from headrace.checkpoint.jsonfile import is_there
 from headrace.errors import CheckpointError, ConfigError, RequestError
 
 Message: TypeAlias = Mapping[str, Any]
@@ -335,24 +336,34 @@ def _content(token: Any) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not is_there(path):
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"malformed JSON: {path}\n{error}") from None
+        value = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise CheckpointError(f"malformed JSON: {path}\n{reason}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"malformed JSON: {path}\nexpected an object")
     return value
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"not UTF-8: {path}, byte {error.start}") from None
+
+
 def _find_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The template's own file goes before tokenizer_config, where it is a text or a named list."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+    if is_there(path):
+        return _read_text(path)
     template = config.get("chat_template")
-    if template is None and (folder / "chat_template.json").is_file():
+    if template is None and is_there(folder / "chat_template.json"):
         template = _read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):
         named = {item.get("name"): item.get("template") for item in template}

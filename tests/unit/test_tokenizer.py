@@ -253,3 +253,27 @@ def test_load_finds_files_and_names_what_is_missing(tmp_path: Path) -> None:
 def test_lone_surrogate_is_refused() -> None:
     with pytest.raises(RequestError, match="character 1"):
         BYTE_LEVEL.encode("a\ud800")
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+def test_a_file_that_cannot_be_taken_is_named_and_not_left_out(tmp_path: Path, name: str) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    file = tmp_path / name
+    file.symlink_to(tmp_path / "nowhere")  # as a cache of downloads that was cut
+    with pytest.raises(CheckpointError, match="a link to a file that is not there"):
+        Tokenizer.load(tmp_path)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(CheckpointError, match="not a file"):
+        Tokenizer.load(tmp_path)
+    file.rmdir()
+    file.write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"not UTF-8: .*, byte 0"):
+        Tokenizer.load(tmp_path)
+
+
+def test_json_that_is_nested_without_end_is_damaged(tmp_path: Path) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        Tokenizer.load(tmp_path)

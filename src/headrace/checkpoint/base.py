@@ -14,7 +14,7 @@ import numpy as np
 
 from headrace import _core
 from headrace.arrays import Bytes, Float32, Int32
-from headrace.checkpoint.jsonfile import read_object
+from headrace.checkpoint.jsonfile import is_there, read_object
 from headrace.checkpoint.records import RecordTable
 from headrace.errors import CheckpointError, NumericError, RequestError, ShapeError
 
@@ -260,7 +260,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_generation_config(path: Path) -> dict[str, Any]:
     """Read `generation_config.json` if there is one."""
     file = path / GENERATION_CONFIG_NAME
-    return read_object(file) if file.is_file() else {}
+    return read_object(file) if is_there(file) else {}
 
 
 _NUM_EXPERTS_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")

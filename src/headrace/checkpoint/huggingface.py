@@ -31,6 +31,7 @@ from headrace.checkpoint.hf_coded import CodedExperts, make_coded_table, split_c
 from headrace.checkpoint.hf_fused import split_fused
 from headrace.checkpoint.hf_fused_ranges import FusedLayers, make_fused_table, split_ranges
 from headrace.checkpoint.hf_quantised import find_quantised
+from headrace.checkpoint.jsonfile import is_there
 from headrace.checkpoint.records import (
     FLOAT_FORMATS,
     ExpertNames,
@@ -280,4 +281,4 @@ def sample_offsets(data_start: int, file_bytes: int) -> list[tuple[int, int]]:
 
 def tokenizer_files(path: Path) -> Mapping[str, Path]:
     """Return the tokenizer and template files that a checkpoint directory has, by name."""
-    return {name: path / name for name in TOKENIZER_FILES if (path / name).is_file()}
+    return {name: path / name for name in TOKENIZER_FILES if is_there(path / name)}

@@ -6,6 +6,7 @@ meaning: what the keys say is checked by the caller.
 """
 
 import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,29 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
             f"malformed JSON: {where}\nexpected an object, got {type(value).__name__}"
         )
     return value
+
+
+def is_there(path: Path) -> bool:
+    """Whether a checkpoint has a file that it may do without.
+
+    Raises:
+        CheckpointError: the name is there and no file, such as a link to nothing, which a download
+            that was cut leaves behind.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        if not path.is_symlink():
+            return False
+        raise CheckpointError(
+            f"a link to a file that is not there: {path}\n"
+            "hint: the download is incomplete; fetch the files again"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"not a file: {path}")
+    return True
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from headrace.checkpoint.jsonfile import parse_object, read_object
+from headrace.checkpoint.jsonfile import is_there, parse_object, read_object
 from headrace.errors import CheckpointError
 
 DTYPE_BITS: Mapping[str, int] = {
@@ -236,7 +236,7 @@ def read_directory(directory: Path) -> list[Header]:
     """
     if (directory / SINGLE_NAME).is_file():
         return [read_header(directory / SINGLE_NAME)]
-    index = _read_index(directory) if (directory / INDEX_NAME).is_file() else None
+    index = _read_index(directory) if is_there(directory / INDEX_NAME) else None
     if index is None:
         paths = sorted(_shards_without_index(directory))
     else:
