@@ -365,7 +365,7 @@ def _find_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     template = config.get("chat_template")
     if template is None and is_there(folder / "chat_template.json"):
         template = _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(template, list):
+    if isinstance(template, list) and all(isinstance(item, Mapping) for item in template):
         named = {item.get("name"): item.get("template") for item in template}
         template = named.get("default")
     if template is not None and not isinstance(template, str):

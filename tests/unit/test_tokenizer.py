@@ -272,6 +272,14 @@ def test_a_file_that_cannot_be_taken_is_named_and_not_left_out(tmp_path: Path, n
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize("template", [5, ["a"], [None], [{"name": "default", "template": 5}]])
+def test_a_template_that_is_no_text_is_refused(tmp_path: Path, template: Any) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(CheckpointError, match="chat template is no text"):
+        Tokenizer.load(tmp_path)
+
+
 def test_json_that_is_nested_without_end_is_damaged(tmp_path: Path) -> None:
     byte_level().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text("[" * 100_000)
