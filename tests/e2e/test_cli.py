@@ -368,6 +368,21 @@ def test_ctrl_c_while_loading_is_quiet() -> None:
     assert (child.returncode, err) == (130, "")
 
 
+@pytest.mark.skipif(os.name != "posix", reason="signals are POSIX's")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_told_to_end_it_leaves_no_scratch_file(tmp_path: Path, name: str) -> None:
+    program = "from headrace.cli import main; main()"
+    words = ("bench", "disk", str(tmp_path), "--max-read", "64MiB", "--record", "64KiB")
+    command = [sys.executable, "-c", program, *words, "--windows", "100"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        while child.poll() is None and not any(tmp_path.iterdir()):
+            time.sleep(0.001)
+        child.send_signal(getattr(signal, name))
+        _, err = child.communicate(timeout=30)
+    assert child.returncode == 128 + getattr(signal, name), err
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_closed_pipe_is_no_traceback(tiny: Path) -> None:
     command = [sys.executable, "-c", "from headrace.cli import main; main()", "run", str(tiny)]
     reader, writer = os.pipe()

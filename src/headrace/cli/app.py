@@ -1,15 +1,17 @@
 """The application: its commands, and how every one of them ends.
 
 stdout is data, everything else goes to stderr. A failure is one message and exit status 1, wrong
-usage 2, Ctrl-C 130. No traceback reaches the user unless HEADRACE_DEBUG is set.
+usage 2, Ctrl-C 130, SIGTERM 143. No traceback reaches the user unless HEADRACE_DEBUG is set.
 """
 
 import importlib
 import io
 import logging
 import os
+import signal
 import sys
-from typing import Annotated, Any
+from types import FrameType
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -104,6 +106,7 @@ def main() -> None:
     _fill_closed_streams()
     _use_utf8()
     _forget_no_width()
+    _end_in_order()
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
     sys.exit(_run(sys.argv[1:]))
 
@@ -137,6 +140,21 @@ def _forget_no_width() -> None:
     """Drop a COLUMNS of 0, as terminals without a size set it: nothing would be shown at all."""
     if os.environ.get("COLUMNS", "").strip("0") == "":
         os.environ.pop("COLUMNS", None)
+
+
+def _end_in_order() -> None:
+    """Let a program that is told to end, or whose terminal is closed, save and remove as Ctrl-C
+    does: histories, scratch files, processes of its own. Told twice, it ends at once.
+    """
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_DFL)
+    raise SystemExit(128 + number)
 
 
 def _run(arguments: list[str]) -> int:
