@@ -48,6 +48,9 @@ def random_blocks(random: np.random.Generator, type: str, shape: Sequence[int]) 
     for at, size in FACTORS[type].items():
         factors = size * random.uniform(0.5, 1.5, len(raw))
         raw[:, at : at + 2] = factors.astype("<f2").view(np.uint8).reshape(-1, 2)
+    if type == "IQ4_XS":  # some scale has the largest multiple, -32, as encoders have it
+        raw[:, 2] &= 0b11111100
+        raw[:, 4] &= 0b11110000
     if type == "MXFP4":
         raw[:, 0] = random.integers(121, 124, len(raw))
     return type, shape, raw.tobytes()
@@ -169,6 +172,7 @@ MIXTURES = {
     "what Q4_K_M is": ("Q4_K Q4_K Q6_K", "Q4_K Q4_K Q4_K"),
     "super-blocks": ("Q2_K Q3_K Q5_K", "Q6_K Q4_K Q2_K"),
     "blocks": ("Q4_0 Q8_0 MXFP4", "Q8_0 MXFP4 Q4_0"),
+    "types of one format": ("Q5_0 IQ4_NL IQ4_XS", "Q5_0 Q5_0 IQ4_NL"),
     "values and codes": ("F16 Q8_0 BF16", "Q6_K F32 Q4_0"),
 }
 """Types of gate, up and down of the first and of the second layer."""

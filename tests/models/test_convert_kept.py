@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,7 @@ from headrace.checkpoint import ContainerCheckpoint, GgufCheckpoint, open_checkp
 from headrace.checkpoint.gguf_blocks import (
     FLOATING,
     QUANTISED,
-    TYPE_OF_FORMAT,
     dequantize,
-    packed_format,
 )
 from headrace.checkpoint.gguf_names import ARCHITECTURES
 from headrace.checkpoint.gguf_split import read_model
@@ -38,7 +37,7 @@ from headrace.checkpoint.records import make_record_layout
 from headrace.convert import GgufRecipe, Recipe, convert, convert_to_gguf
 from headrace.convert.plan import make_plan
 from headrace.convert.recipe import KEPT_WHOLE, PRESETS, default_for, preset_for
-from headrace.errors import CheckpointError, ConfigError, EngineError, UnsupportedModelError
+from headrace.errors import CheckpointError, ConfigError, EngineError
 from headrace.experts import ExpertStore
 from headrace.inspect import verify
 from headrace.mirror import plan_mirror, stage, verify_mirror
@@ -200,26 +199,25 @@ def test_a_cut_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", ["llama", "mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("type", TYPES)
 def test_out_again_as_gguf(tmp_path: Path, model_type: str, type: str) -> None:
-    """Every byte comes back where a packed format has a type of its own; else it is refused."""
+    """Every byte comes back."""
     metadata, tensors = model_metadata(model_type), model_tensors(model_type, type, type)
     source, made, back = tmp_path / "a.gguf", tmp_path / "out", tmp_path / "b.gguf"
     source.write_bytes(pack_file(metadata, tensors))
     convert(source, made, KEPT_WHOLE)
-    if packed_format(type)[0] not in TYPE_OF_FORMAT:
-        with pytest.raises(UnsupportedModelError, match=r"no GGUF type holds .*, q[48][af]: "):
-            convert_to_gguf(made, back, GgufRecipe())
-        assert not back.exists()
-        is_mixture = ARCHITECTURES[model_type].has_experts
-        convert_to_gguf(made, back, GgufRecipe("f32" if is_mixture else None, "f32"))
-        tensors = {name: _widened(*tensor) for name, tensor in tensors.items()}
-    else:
-        convert_to_gguf(made, back, GgufRecipe())
-    found = read_model(back).tensors
+    convert_to_gguf(made, back, GgufRecipe())
+    require_bytes(back, tensors)
+    is_mixture = ARCHITECTURES[model_type].has_experts
+    convert_to_gguf(made, tmp_path / "c.gguf", GgufRecipe("f32" if is_mixture else None, "f32"))
+    require_bytes(tmp_path / "c.gguf", {n: _widened(*tensor) for n, tensor in tensors.items()})
+
+
+def require_bytes(path: Path, tensors: Mapping[str, tuple[str, Sequence[int], bytes]]) -> None:
+    found = read_model(path).tensors
     assert set(found) == set(tensors)
     for name, (kind, shape, raw) in tensors.items():
         tensor = found[name]
         assert (tensor.type.name, list(tensor.shape)) == (kind, list(shape))
-        assert np.fromfile(back, np.uint8, tensor.nbytes, offset=tensor.offset).tobytes() == raw
+        assert np.fromfile(path, np.uint8, tensor.nbytes, offset=tensor.offset).tobytes() == raw
 
 
 @pytest.mark.parametrize("case", MIXTURES)
@@ -237,10 +235,7 @@ def test_a_mixture_comes_out_again_byte_by_byte(tmp_path: Path, case: str) -> No
     assert records.layouts[0] != records.layouts[1]
     assert verify(made).is_sound
     convert_to_gguf(made, back, GgufRecipe())
-    for name, tensor in read_model(back).tensors.items():
-        kind, shape, raw = tensors[name]
-        assert (tensor.type.name, list(tensor.shape)) == (kind, list(shape))
-        assert np.fromfile(back, np.uint8, tensor.nbytes, offset=tensor.offset).tobytes() == raw
+    require_bytes(back, tensors)
 
 
 def test_a_mirror_of_a_mixture(tmp_path: Path) -> None:
@@ -278,6 +273,10 @@ def test_a_layers_own_layout_is_checked(tmp_path: Path) -> None:
         r"layers\.1\.layout, .*\nexpected matrices of": describe_layout(
             make_record_layout(512, 256, "q4k", 32)
         ),
+        r"layers\.1\.layout\.down\.type, .*\nexpected a GGUF type that q4k of 32": {
+            **own,
+            "down": {**own["down"], "type": "Q5_0"},
+        },
         r"record is misplaced: layers\.1": good["experts"]["layout"],
     }
     for message, layout in broken.items():

@@ -27,6 +27,7 @@ from headrace.checkpoint.base import (
     read_generation_config,
 )
 from headrace.checkpoint.copies import add_copies, find_file
+from headrace.checkpoint.gguf_blocks import is_held_type
 from headrace.checkpoint.huggingface import TOKENIZER_FILES, open_rows
 from headrace.checkpoint.jsonfile import parse_object, read_object
 from headrace.checkpoint.layout import (
@@ -412,10 +413,20 @@ class _ManifestReader:
             raise self.error(f"{where}.format", "a format and its group", (format, group))
         if kind == "vector" and format != "f32":
             raise self.error(f"{where}.format", "f32 for a vector", format)
-        tensor = DenseTensor(name, kind, str(format), int(value["group"]), shape)
+        type = self.type(where, value)
+        tensor = DenseTensor(name, kind, str(format), int(value["group"]), shape, type)
         if value.get("nbytes") != tensor.nbytes:
             raise self.error(f"{where}.nbytes", str(tensor.nbytes), value.get("nbytes"))
         return tensor
+
+    def type(self, where: str, matrix: Mapping[str, Any]) -> str | None:
+        """Return the GGUF type that a matrix says its codes came from."""
+        if "type" not in matrix:
+            return None
+        type, format, group = matrix["type"], matrix["format"], matrix["group"]
+        if not is_held_type(type, format, group):
+            raise self.error(f"{where}.type", f"a GGUF type that {format} of {group} holds", type)
+        return str(type)
 
     @staticmethod
     def is_dimension(value: Any) -> bool:
@@ -484,13 +495,16 @@ class _ManifestReader:
             or prod((int(gate["rows"]), int(gate["cols"]))) > MAX_ELEMENTS
         ):
             raise self.error(f"{where}.gate", "positive rows and cols", gate)
-        stored = {}
+        stored, types = {}, {}
         for role, part in parts.items():
             format, group = part.get("format"), part.get("group")
             if not is_valid_format(format, group):
                 raise self.error(f"{where}.{role}", "a format and its group", (format, group))
             stored[role] = (str(format), int(part["group"]))
-        layout = make_record_layout(int(gate["cols"]), int(gate["rows"]), *stored["gate"], stored)
+            types[role] = self.type(f"{where}.{role}", part)
+        layout = make_record_layout(
+            int(gate["cols"]), int(gate["rows"]), *stored["gate"], stored, types
+        )
         if content != describe_layout(layout):
             raise self.error(where, str(describe_layout(layout)), content)
         return layout

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.arrays import Bytes, Float32
+from headrace.checkpoint.gguf_coded_blocks import ENCODERS, NON_LINEAR, blocks_of_codes
 from headrace.checkpoint.gguf_super_blocks import SUPER_TYPES, super_blocks_of_packed
 from headrace.checkpoint.records import FLOAT_FORMATS
 from headrace.errors import UnsupportedModelError
@@ -121,28 +122,38 @@ _OUTPUTS = 16
 _VALUE_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 
 
-def block_values(format: str) -> int:
-    """Values of a block of the type of `TYPE_OF_FORMAT`: a row is a whole number of blocks."""
+def block_values(format: str, type_name: str | None = None) -> int:
+    """Values of a block of a type (None: that of `TYPE_OF_FORMAT`); a row is whole blocks."""
+    if type_name in ENCODERS:
+        return SUPER_INPUTS if type_name == "IQ4_XS" else BLOCK_VALUES
     if format in _VALUE_BYTES:
         return 1
     return SUPER_INPUTS if format in SUPER_TYPES else BLOCK_VALUES
 
 
-def blocks_of_packed(packed: Bytes, format: str, rows: int, cols: int, group: int) -> Bytes:
+def blocks_of_packed(
+    packed: Bytes, format: str, rows: int, cols: int, group: int, type_name: str | None = None
+) -> Bytes:
     """Lay a packed matrix out as rows of GGUF blocks, code for code.
 
     A scale of 64 values is written twice.
 
     Args:
         packed: [n] uint8, as docs/format.md describes it.
-        format: a key of `TYPE_OF_FORMAT`.
+        format: a key of `TYPE_OF_FORMAT`, or one that holds `type_name`.
         rows: N.
         cols: K; a multiple of `block_values`.
         group: inputs per scale.
+        type_name: the type that the codes came from, as `remembered_type` tells it.
 
     Returns:
         [N, row bytes] uint8.
+
+    Raises:
+        CheckpointError: codes or scales that no block of the type holds.
     """
+    if type_name is not None and type_name in ENCODERS:
+        return blocks_of_codes(packed, type_name, format, rows, cols)
     if format in SUPER_TYPES:
         return super_blocks_of_packed(packed, format, rows, cols)
     num_blocks = -(-rows // _OUTPUTS)
@@ -285,14 +296,11 @@ def _q6_k(blocks: Bytes) -> BlockCodes:
     return BlockCodes(codes, _half(blocks, 208) * scales, None)
 
 
-_NON_LINEAR = np.array(
-    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
-)
 _DOUBLED_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
 
 def _iq4_nl(blocks: Bytes) -> BlockCodes:
-    return BlockCodes(_NON_LINEAR[_nibbles(blocks[:, 2:])], _half(blocks, 0), None)
+    return BlockCodes(NON_LINEAR[_nibbles(blocks[:, 2:])], _half(blocks, 0), None)
 
 
 def _iq4_xs(blocks: Bytes) -> BlockCodes:
@@ -300,7 +308,7 @@ def _iq4_xs(blocks: Bytes) -> BlockCodes:
     low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=2).reshape(-1, 8)
     high = (high >> (2 * np.arange(8, dtype=np.uint16)) & 3) << 4
     scales = (low | high).astype(np.float32) - 32
-    codes = _NON_LINEAR[_nibbles(np.ascontiguousarray(blocks[:, 8:]).reshape(-1, 16))]
+    codes = NON_LINEAR[_nibbles(np.ascontiguousarray(blocks[:, 8:]).reshape(-1, 16))]
     return BlockCodes(codes, _half(blocks, 0) * scales, None)
 
 
@@ -352,3 +360,14 @@ def packed_format(type_name: str) -> tuple[str, int]:
         return FLOAT_FORMATS[type_name], 1
     type = QUANTISED[type_name]
     return type.format, type.group
+
+
+def remembered_type(type_name: str) -> str | None:
+    """The type itself if its packed format holds other types too, and so does not tell it."""
+    return type_name if type_name in ENCODERS else None
+
+
+def is_held_type(type_name: object, format: str, group: int) -> bool:
+    """Whether a format with a group may hold the codes of a type of `remembered_type`."""
+    known = isinstance(type_name, str) and type_name in ENCODERS
+    return known and packed_format(str(type_name)) == (format, group)

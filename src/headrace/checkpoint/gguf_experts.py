@@ -14,7 +14,12 @@ from typing import Any
 import numpy as np
 
 from headrace.checkpoint.base import config_num_experts
-from headrace.checkpoint.gguf_blocks import QUANTISED, packed_format, require_readable
+from headrace.checkpoint.gguf_blocks import (
+    QUANTISED,
+    packed_format,
+    remembered_type,
+    require_readable,
+)
 from headrace.checkpoint.gguf_header import BLOCK_TYPES, GgufTensor
 from headrace.checkpoint.gguf_names import EXPERT_ROLES
 from headrace.checkpoint.gguf_split import GgufModel
@@ -93,7 +98,8 @@ def expert_table(model: GgufModel, config: Mapping[str, Any]) -> RecordTable:
 def _layout(by_role: Mapping[str, GgufTensor], hidden: int, inner: int) -> RecordLayout:
     """How the records of a layer lie: each matrix in the format of its own type."""
     formats = {role: packed_format(tensor.type.name) for role, tensor in by_role.items()}
-    return make_record_layout(hidden, inner, *formats["gate"], formats)
+    types = {role: remembered_type(tensor.type.name) for role, tensor in by_role.items()}
+    return make_record_layout(hidden, inner, *formats["gate"], formats, types)
 
 
 def _check(

@@ -151,6 +151,8 @@ class DenseTensor:
     format: str
     group: int
     shape: tuple[int, ...]
+    type: str | None = None
+    """The GGUF tensor type that its codes came from, where the format does not tell."""
 
     @property
     def nbytes(self) -> int:
@@ -185,6 +187,7 @@ class DenseTensor:
             "shape": list(self.shape),
             "nbytes": self.nbytes,
             "checksum": format_checksum(checksum),
+            **({} if self.type is None else {"type": self.type}),
         }
 
 
@@ -268,7 +271,11 @@ def weight_file_bytes(
 
 def describe_layout(layout: RecordLayout) -> dict[str, Any]:
     """Return the record layout's entry in the manifest."""
-    return asdict(layout)
+    content = asdict(layout)
+    for matrix in (content["gate"], content["up"], content["down"]):
+        if matrix["type"] is None:
+            del matrix["type"]
+    return content
 
 
 def make_manifest(

@@ -49,6 +49,8 @@ class MatrixLayout:
     offset: int
     """From the record's start, a multiple of 64."""
     nbytes: int
+    type: str | None = None
+    """The GGUF tensor type that its codes came from, where the format does not tell."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ def make_record_layout(
     format: str,
     group: int,
     by_role: Mapping[str, tuple[str, int]] | None = None,
+    types: Mapping[str, str | None] | None = None,
 ) -> RecordLayout:
     """Lay out a SwiGLU expert.
 
@@ -82,13 +85,15 @@ def make_record_layout(
         format: packed format of all three matrices.
         group: inputs per scale; 1 for the floating formats.
         by_role: format and group of "gate", "up" or "down" where another one.
+        types: the GGUF type of "gate", "up" or "down" where the format does not tell.
     """
     matrices, offset = [], 0
     wide, narrow = (inner_size, hidden_size), (hidden_size, inner_size)
     for role, (rows, cols) in (("gate", wide), ("up", wide), ("down", narrow)):
         own, own_group = (by_role or {}).get(role, (format, group))
         nbytes = _core.packed_bytes(own, rows, cols, own_group)
-        matrices.append(MatrixLayout(own, own_group, rows, cols, offset, nbytes))
+        type = (types or {}).get(role)
+        matrices.append(MatrixLayout(own, own_group, rows, cols, offset, nbytes, type))
         offset = align_up(offset + nbytes, MATRIX_ALIGNMENT)
     gate, up, down = matrices
     return RecordLayout(gate, up, down, align_up(offset, RECORD_ALIGNMENT))

@@ -164,10 +164,10 @@ class _Export:
         pieces = self._pieces(part.source_name)
         if not part.num_heads:
             for piece in pieces:
-                blocks = _blocks(piece, part.format)
+                blocks = _blocks(piece, part.format, tensor.type)
                 self.writer.write(tensor.name, piece.first * tensor.row_bytes, blocks)
             return
-        whole = np.concatenate([_blocks(piece, part.format) for piece in pieces])
+        whole = np.concatenate([_blocks(piece, part.format, tensor.type) for piece in pieces])
         reordered = np.empty_like(whole)
         reordered[paired_rows(len(whole), part.num_heads)] = whole
         self.writer.write(tensor.name, 0, reordered)
@@ -189,8 +189,8 @@ class _Export:
         """Write a layer's three tensors, expert by expert: a record is read once."""
         for expert, pieces in enumerate(self._experts(index, layer)):
             formats = self.plan.expert_formats[layer]
-            for name, piece, format in zip(EXPERT_ROLES.values(), pieces, formats, strict=True):
-                blocks = _blocks(piece, format)
+            for name, piece, written in zip(EXPERT_ROLES.values(), pieces, formats, strict=True):
+                blocks = _blocks(piece, *written)
                 self.writer.write(f"blk.{layer}.{name}", expert * blocks.nbytes, blocks)
 
     def _experts(self, index: int, layer: int) -> Iterator[Iterable[_Piece]]:
@@ -250,12 +250,13 @@ def _packed_pieces(name: str, path: Path, matrix: Matrix) -> Iterator[_Piece]:
         yield _Piece(name, path, first, count, matrix.cols, format, group, data)
 
 
-def _blocks(piece: _Piece, format: str) -> Bytes:
+def _blocks(piece: _Piece, format: str, type_name: str) -> Bytes:
     """Rows of GGUF blocks, [N, row bytes]: copied if the format stays, else rounded or widened.
 
     Args:
         piece: from the source.
         format: the file's; one that `gguf_plan` allows from the piece's.
+        type_name: the file's tensor type.
     """
     if not piece.group:
         check_finite(piece.data, piece.format, piece.name, piece.path, piece.first * piece.cols)
@@ -265,7 +266,8 @@ def _blocks(piece: _Piece, format: str) -> Bytes:
             return to_float32(piece.data, piece.format).view(np.uint8).reshape(piece.rows, -1)
         return _quantised(piece, piece.data, piece.format, format)
     if format == piece.format:
-        return blocks_of_packed(piece.data, format, piece.rows, piece.cols, piece.group)
+        shape = (piece.rows, piece.cols)
+        return blocks_of_packed(piece.data, format, *shape, piece.group, type_name)
     shape = (piece.rows, piece.cols)
     values: Bytes = unpack_values(piece.data, piece.format, shape, piece.group).view(np.uint8)
     if format == "f32":

@@ -17,6 +17,7 @@ import numpy as np
 from headrace.arrays import Float32
 from headrace.checkpoint import (
     Checkpoint,
+    ContainerCheckpoint,
     GgufCheckpoint,
     open_checkpoint,
     read_config,
@@ -83,9 +84,9 @@ class GgufPlan:
     dense: tuple[DensePart, ...]
     layers: tuple[int, ...]
     """Layers with experts; empty in a dense model."""
-    expert_formats: Mapping[int, tuple[str, ...]]
-    """By layer, of gate, up and down as they are written; of a GGUF source's experts, which are
-    kept, empty."""
+    expert_formats: Mapping[int, tuple[tuple[str, str], ...]]
+    """By layer, format and tensor type of gate, up and down as they are written; of a GGUF source's
+    experts, which are kept, empty."""
     copied: Mapping[str, GgufTensor]
     """Tensors of a GGUF source that are taken over block by block, by their name there."""
     rope_factors: Float32 | None
@@ -160,10 +161,17 @@ def _plan_dense(source: Checkpoint, spec: ModelSpec, recipe: GgufRecipe) -> Iter
         else:
             format = _choose(source, name, recipe.dense)
         type_name = TYPE_OF_FORMAT.get(format, "F32")
+        if format == source.info(name).format:
+            type_name = _remembered(source, name) or type_name
         if isinstance(source, GgufCheckpoint) and format == source.info(name).format:
             type_name = source.source(name).type.name
         tensor = GgufTensorPlan(_gguf_name(architecture, name), type_name, shape)
         yield DensePart(name, tensor, format, _num_heads(name, spec, architecture))
+
+
+def _remembered(source: Checkpoint, name: str) -> str | None:
+    """The type that a container's dense matrix was made of, where its format does not tell."""
+    return source.dense[name].type if isinstance(source, ContainerCheckpoint) else None
 
 
 def _original(source: Checkpoint, tensor: GgufTensorPlan) -> GgufTensor | None:
@@ -198,13 +206,14 @@ def _choose(source: Checkpoint, name: str, asked: str | None) -> str:
     """The format of a dense matrix in the file."""
     info = source.info(name)
     is_fixed = isinstance(source, GgufCheckpoint) and source.is_quantised(name)
-    _require_possible(source, name, info.format, asked, info.shape[-1], is_fixed)
+    type = _remembered(source, name)
+    _require_possible(source, name, info.format, asked, info.shape[-1], is_fixed, type)
     return asked or info.format
 
 
 def _plan_experts(
     source: Checkpoint, recipe: GgufRecipe
-) -> tuple[dict[int, tuple[str, ...]], list[GgufTensorPlan]]:
+) -> tuple[dict[int, tuple[tuple[str, str], ...]], list[GgufTensorPlan]]:
     """The experts' formats in the file and their merged tensors; nothing in a dense model."""
     if source.records is None:
         if recipe.experts is not None:
@@ -225,18 +234,28 @@ def _plan_experts(
         return {}, [GgufTensorPlan(n, kept[n].type.name, kept[n].shape) for n in names]
     formats, tensors = {}, []
     for layer, layout in zip(source.records.layers, source.records.layouts, strict=True):
-        formats[layer] = tuple(recipe.experts or matrix.format for matrix in layout.matrices)
-        for role, matrix, format in zip(EXPERT_ROLES, layout.matrices, formats[layer], strict=True):
-            what = f"{role} of the experts of layer {layer}"
-            _require_possible(source, what, matrix.format, recipe.experts, matrix.cols, False)
+        chosen = []
+        for role, matrix in zip(EXPERT_ROLES, layout.matrices, strict=True):
+            what, asked = f"{role} of the experts of layer {layer}", recipe.experts
+            type = matrix.type if asked in (None, matrix.format) else None
+            _require_possible(source, what, matrix.format, asked, matrix.cols, False, type)
+            format = asked or matrix.format
+            chosen.append((format, type or TYPE_OF_FORMAT[format]))
             shape = (source.records.num_experts, matrix.rows, matrix.cols)
             name = f"blk.{layer}.{EXPERT_ROLES[role]}"
-            tensors.append(GgufTensorPlan(name, TYPE_OF_FORMAT[format], shape))
+            tensors.append(GgufTensorPlan(name, chosen[-1][1], shape))
+        formats[layer] = tuple(chosen)
     return formats, tensors
 
 
 def _require_possible(
-    source: Checkpoint, name: str, stored: str, asked: str | None, cols: int, is_fixed: bool
+    source: Checkpoint,
+    name: str,
+    stored: str,
+    asked: str | None,
+    cols: int,
+    is_fixed: bool,
+    type_name: str | None,
 ) -> None:
     """Refuse a format that these weights cannot have.
 
@@ -247,6 +266,7 @@ def _require_possible(
         asked: format wanted, or None for the source's.
         cols: values of a row.
         is_fixed: the source's values come from codes that are not kept, so only f32 is exact.
+        type_name: the tensor type that the codes came from, where `stored` does not tell.
     """
     is_kept = asked in (None, "f32", stored) and not (is_fixed and asked not in (None, "f32"))
     if not is_kept and (stored not in _FLOATING or is_fixed):
@@ -260,16 +280,18 @@ def _require_possible(
     format = asked or stored
     if is_fixed:  # the file's own blocks
         return
-    if format not in TYPE_OF_FORMAT:
+    type_name = type_name if format == stored else None
+    if type_name is None and format not in TYPE_OF_FORMAT:
         raise UnsupportedModelError(
             f"no GGUF type holds {name} as it is stored, {format}: {source.path}\n"
             f"expected one of {', '.join(TYPE_OF_FORMAT)}\n"
             "hint: ask for f32, which is exact, or export from the source of this container"
         )
-    if cols % block_values(format):
+    least = block_values(format, type_name)
+    if cols % least:
         raise UnsupportedModelError(
             f"{name} has rows of {cols} values: {source.path}\n"
-            f"expected a multiple of {block_values(format)} for {TYPE_OF_FORMAT[format]}\n"
+            f"expected a multiple of {least} for {type_name or TYPE_OF_FORMAT[format]}\n"
             "hint: ask for f32, or for bf16 from floating weights"
         )
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from headrace.checkpoint import Checkpoint, TensorInfo
+from headrace.checkpoint import Checkpoint, GgufCheckpoint, TensorInfo
+from headrace.checkpoint.gguf_blocks import remembered_type
 from headrace.checkpoint.layout import (
     KEEP,
     DenseTensor,
@@ -120,11 +121,13 @@ def _shapes(table: RecordTable) -> tuple[int, ...]:
 
 def _plan_records(kept: RecordLayout, formats: Assignment) -> RecordLayout:
     """Lay out a record: each matrix as the recipe says, or as the source's reader packs it."""
-    stored = {}
+    stored, types = {}, {}
     for role, matrix in zip(EXPERT_ROLES, kept.matrices, strict=True):
         asked = formats.of_expert(role)
-        stored[role] = (matrix.format, matrix.group) if asked[0] == KEEP else asked
-    return make_record_layout(kept.down.rows, kept.down.cols, *stored["gate"], stored)
+        is_kept = asked[0] == KEEP
+        stored[role] = (matrix.format, matrix.group) if is_kept else asked
+        types[role] = matrix.type if is_kept else None
+    return make_record_layout(kept.down.rows, kept.down.cols, *stored["gate"], stored, types)
 
 
 def _find_requantised(plan: ConvertPlan) -> dict[str, str]:
@@ -188,9 +191,18 @@ def _plan_tensor(
         return DenseTensor(name, "matrix", *held, info.shape)
     if name == names.name("embed_tokens") and not spec.tie_word_embeddings:
         kind = "rows" if info.format in FLOATING else "matrix"
-        return DenseTensor(name, kind, *held, info.shape)
+        return DenseTensor(name, kind, *held, info.shape, _type_of(source, name))
     asked = formats.of_dense(name, tensor_class(name, head))
-    return DenseTensor(name, "matrix", *(held if asked[0] == KEEP else asked), info.shape)
+    if asked[0] == KEEP:
+        return DenseTensor(name, "matrix", *held, info.shape, _type_of(source, name))
+    return DenseTensor(name, "matrix", *asked, info.shape)
+
+
+def _type_of(source: Checkpoint, name: str) -> str | None:
+    """The GGUF type of a kept matrix, where its format does not tell."""
+    if not isinstance(source, GgufCheckpoint):
+        return None
+    return remembered_type(source.source(name).type.name)
 
 
 def _is_router(name: str, names: NameTable) -> bool:
