@@ -84,11 +84,18 @@ struct TileSuper {
   static constexpr bool kHasMinimum = S::kPlanes.has_minimum;
 };
 
-// About one chunk ahead (see below): memory answers in less than the rows of a tile take with it.
-inline constexpr int64_t kTilePrefetchBytes = 4096;
-
 template <class F, int group>
 inline constexpr int64_t kGroupBytes = group * kBlockOutputs / F::kCodesPerByte + F::kScaleBytes;
+
+// Of the first groups of a block; with multiples, up to the end of a super-group.
+template <int group, class F>
+constexpr int64_t bytes_of_groups(F, int64_t count) {
+  return count * kGroupBytes<F, group>;
+}
+template <int group, class S>
+constexpr int64_t bytes_of_groups(TileSuper<S>, int64_t count) {
+  return (count + S::kLayout.groups - 1) / S::kLayout.groups * S::kLayout.nbytes;
+}
 
 // As unpack_group below, for the first groups of a super-group. Of two groups of a step both are
 // unpacked, though the matrix may end with the first.
@@ -96,9 +103,6 @@ template <class S>
 void unpack_super_group(const unsigned char* p, int32_t groups, int8_t* weights, float* scales,
                         float* minimums) {
   constexpr int kParts = kStepInputs / S::kGroup;
-  for (int32_t line = 0; line < S::kLayout.nbytes; line += 64) {
-    prefetch(p + kTilePrefetchBytes + line);
-  }
   SuperScales<S> numbers;
   numbers.read(p, kSuperPrefetchBytes);
   const __m512i offset = _mm512_set1_epi8(S::kPlanes.offset);
@@ -121,9 +125,6 @@ void unpack_super_group(const unsigned char* p, int32_t groups, int8_t* weights,
 template <class F, int group>
 void unpack_group(const unsigned char* p, int8_t* weights, float* scales, float* minimums) {
   constexpr int kVectors = group / 4 / F::kCodesPerByte;
-  for (int64_t line = 0; line < kGroupBytes<F, group>; line += 64) {
-    prefetch(p + kTilePrefetchBytes + line);
-  }
   for (int j = 0; j < kVectors; ++j) {
     const __m512i packed = _mm512_loadu_si512(p + j * 64);
     if constexpr (F::kCodesPerByte == 1) {
@@ -171,8 +172,11 @@ struct TilePass {
   int32_t num_groups;  // of the whole rows
   int32_t count;       // groups of this chunk
   bool is_first;       // nothing was added up yet
-  int32_t* sums;       // [4][16 rows][16 outputs]
-  float* results;      // [tiles][16 rows][16 of kResultStride outputs]
+  // Packed weights to fetch meanwhile, as many in each step: all at once, they would be waited for.
+  const unsigned char* ahead;
+  int64_t ahead_bytes;
+  int32_t* sums;   // [4][16 rows][16 outputs]
+  float* results;  // [tiles][16 rows][16 of kResultStride outputs]
 };
 
 // Products run two groups ahead of their use, across the border of row tiles.
@@ -183,6 +187,14 @@ void multiply_tiles(const TilePass& pass) {
   const int32_t num_steps = pass.num_tiles * pass.count;
   const int8_t* x = pass.x;
   int32_t started = 0, started_group = 0;
+  const unsigned char* ahead = pass.ahead;
+  const unsigned char* const ahead_end = ahead + pass.ahead_bytes;
+  const int64_t ahead_step = (pass.ahead_bytes / num_steps + 63) / 64 * 64;
+  const auto fetch_some = [&]() __attribute__((always_inline)) {
+    const unsigned char* const all = ahead + ahead_step;
+    const unsigned char* const stop = all < ahead_end ? all : ahead_end;
+    for (; ahead < stop; ahead += 64) prefetch(ahead);
+  };
   const auto start_next = [&]() __attribute__((always_inline)) {
     if (started == num_steps) return;
     start_tile<group>(x, pass.w + started_group * kBytes, sums_of(started));
@@ -206,6 +218,7 @@ void multiply_tiles(const TilePass& pass) {
     });
     for (int32_t g = 0; g < pass.count; ++g, ++step) {
       start_next();
+      fetch_some();
       const int32_t* dot = sums_of(step);
       const Floats scales = load(pass.sw + g * kBlockOutputs);
       unroll<kTileRows>([&](auto r) __attribute__((always_inline)) {
@@ -318,6 +331,7 @@ class TileProduct {
   // still on their way from a store would wait.
   void run() const {
     const int64_t total = int64_t{a_.num_blocks} * chunks_;
+    for (int64_t line = 0; line < bytes(0) + bytes(1); line += 64) prefetch(packed(0) + line);
     unpack(0);
     for (int64_t chunk = 0; chunk < total; ++chunk) {
       if (chunk + 1 < total) unpack(chunk + 1);
@@ -348,33 +362,37 @@ class TileProduct {
     return work_.output_minimums + chunk % 2 * kChunkGroups * kBlockOutputs;
   }
 
+  // Where a chunk lies as it is stored, and how much there is of it.
+  const unsigned char* packed(int64_t chunk) const {
+    return reinterpret_cast<const unsigned char*>(a_.weights) + chunk / chunks_ * a_.block_bytes +
+           bytes_of_groups<group>(F{}, first_group(chunk));
+  }
+  int64_t bytes(int64_t chunk) const { return bytes_of_groups<group>(F{}, count(chunk)); }
+
   void unpack(int64_t chunk) const {
-    const unsigned char* p =
-        reinterpret_cast<const unsigned char*>(a_.weights) + chunk / chunks_ * a_.block_bytes;
-    unpack_groups(F{}, p, first_group(chunk), count(chunk), weights(chunk), output_scales(chunk),
+    unpack_groups(F{}, packed(chunk), count(chunk), weights(chunk), output_scales(chunk),
                   output_minimums(chunk));
   }
 
   template <class Plain>
-  static void unpack_groups(Plain, const unsigned char* block, int32_t first, int32_t count,
-                            int8_t* weights, float* scales, float* minimums) {
-    block += first * kGroupBytes<Plain, group>;
+  static void unpack_groups(Plain, const unsigned char* p, int32_t count, int8_t* weights,
+                            float* scales, float* minimums) {
     for (int32_t g = 0; g < count; ++g) {
-      unpack_group<Plain, group>(block + g * kGroupBytes<Plain, group>,
+      unpack_group<Plain, group>(p + g * kGroupBytes<Plain, group>,
                                  weights + g * group * kBlockOutputs, scales + g * kBlockOutputs,
                                  minimums + g * kBlockOutputs);
     }
   }
   template <class S>
-  static void unpack_groups(TileSuper<S>, const unsigned char* block, int32_t first, int32_t count,
-                            int8_t* weights, float* scales, float* minimums) {
+  static void unpack_groups(TileSuper<S>, const unsigned char* p, int32_t count, int8_t* weights,
+                            float* scales, float* minimums) {
     constexpr int32_t kGroups = S::kLayout.groups;
     static_assert(kChunkGroups % kGroups == 0);
     for (int32_t g = 0; g < count; g += kGroups) {
       const int32_t left = count - g;
-      unpack_super_group<S>(block + (first + g) / kGroups * S::kLayout.nbytes,
-                            left < kGroups ? left : kGroups, weights + g * group * kBlockOutputs,
-                            scales + g * kBlockOutputs, minimums + g * kBlockOutputs);
+      unpack_super_group<S>(p + g / kGroups * S::kLayout.nbytes, left < kGroups ? left : kGroups,
+                            weights + g * group * kBlockOutputs, scales + g * kBlockOutputs,
+                            minimums + g * kBlockOutputs);
     }
   }
 
@@ -383,7 +401,7 @@ class TileProduct {
     multiply_tiles<F, group>({work_.activations + first * group, work_.row_scales + first,
                               work_.row_sums + first, weights(chunk), output_scales(chunk),
                               output_minimums(chunk), num_tiles_, a_.num_groups, count(chunk),
-                              first == 0, work_.sums,
+                              first == 0, packed(chunk + 2), bytes(chunk + 2), work_.sums,
                               work_.results + chunk / chunks_ % kBlocksTogether * kBlockOutputs});
   }
 
