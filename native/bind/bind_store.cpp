@@ -397,7 +397,7 @@ std::map<std::string, int64_t> stats_map(const ExpertStore& store) {
           {"lookahead_right", stats.lookahead.right},
           {"lookahead_used", stats.lookahead.used},
           {"lookahead_unused", stats.lookahead.unused},
-          {"lookahead_used_ns", stats.lookahead.used_ns},
+          {"lookahead_saved_ns", stats.lookahead.saved_ns},
           {"is_direct", stats.is_direct ? 1 : 0}};
 }
 

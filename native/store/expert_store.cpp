@@ -20,10 +20,7 @@ constexpr int32_t kNoRow = -1;
 // leaves the drive idle for a few records.
 constexpr int32_t kSlotsPerStaged = 8;
 constexpr int32_t kMostStaged = 8;
-// A step of many tokens wants nearly all of the next layer, and computes on a layer about as long
-// as the drive reads it: the whole of it may be on the way.
-constexpr int32_t kManyTokens = 32;
-constexpr int32_t kSlotsPerStagedOfMany = 3;
+constexpr int32_t kSlotsPerStagedOfMany = 3;  // a step of many tokens: the whole layer may come
 
 int64_t elapsed_ns(std::chrono::steady_clock::time_point since) {
   const auto duration = std::chrono::steady_clock::now() - since;
@@ -168,6 +165,7 @@ std::unique_ptr<Lease> ExpertStore::acquire(int32_t layer, std::span<const int32
   leases_.push_back(lease.get());
   lease->is_released_ = false;
   stats_.requests += static_cast<int64_t>(lease->items().size());
+  const size_t num_staged = staged_.size();
   for (Lease::Item& item : lease->items()) {
     if (hold_locked(item)) continue;
     item.is_miss = true;
@@ -175,7 +173,9 @@ std::unique_ptr<Lease> ExpertStore::acquire(int32_t layer, std::span<const int32
   }
   const Visit visit{row, ids, scratch_, num_tokens};
   route_locked(visit);
-  if (options_.lookahead) judge_lookahead_locked(visit);
+  if (options_.lookahead) {
+    judge_lookahead_locked(visit, static_cast<int32_t>(num_staged - staged_.size()));
+  }
   if (!prefetch_.empty()) {
     const int32_t first = row * table_.num_experts;
     std::erase_if(prefetch_, [&](int32_t record) {
@@ -207,10 +207,7 @@ bool ExpertStore::hold_locked(Lease::Item& item) {
   ++stats_.hits;
   if (held.is_advised) ++stats_.prefetch_hits;
   held.is_advised = false;
-  if (held.is_staged) {
-    lookahead_.used(held.state == SlotState::Ready ? record_ns_ : record_ns_ / 2);
-    unstage_locked(slot);
-  }
+  if (held.is_staged) unstage_locked(slot);
   if (held.state == SlotState::Loading) {
     ++stats_.joined;
     held.load->join();
@@ -580,6 +577,7 @@ void ExpertStore::loaded(Load& load, std::string error, int64_t bytes_read) {
   }
   Slot& slot = slots_[at(load.slot())];
   slot.load.reset();
+  if (slot.pins > 0) wanted_until_ = std::chrono::steady_clock::now();
   if (load.priority() == io::Priority::Advice) std::erase(advised_, load.slot());
   is_bad_[at(load.record())] = !error.empty();
   if (error.empty()) {
@@ -671,7 +669,7 @@ bool ExpertStore::wants_advice() const {
 
 int32_t ExpertStore::most_staged_locked(int32_t num_tokens) const {
   const int32_t num_slots = static_cast<int32_t>(slots_.size() - retired_.size());
-  if (num_tokens >= kManyTokens) return num_slots / kSlotsPerStagedOfMany;
+  if (num_tokens >= Lookahead::kManyTokens) return num_slots / kSlotsPerStagedOfMany;
   return std::min(num_slots / kSlotsPerStaged, kMostStaged);
 }
 
@@ -680,23 +678,43 @@ void ExpertStore::look_ahead(int32_t layer, std::span<const int32_t> ids, int32_
   for (const int32_t id : ids) record_of(row, id);
   const std::scoped_lock lock(mutex_);
   if (is_closed_ || !options_.lookahead) return;
+  std::fill(scratch_.begin(), scratch_.end(), 0);
+  const int32_t* slot_of_row = &slot_of_[at(record_of(row, 0))];
+  for (int32_t expert = 0; expert < table_.num_experts; ++expert) {
+    const bool is_bad = is_bad_[at(record_of(row, expert))];
+    scratch_[at(expert)] = slot_of_row[at(expert)] < 0 && !is_bad ? 1 : 0;
+  }
   const int32_t most = most_staged_locked(num_tokens);
-  for (const int32_t id : lookahead_.name(row, ids, num_tokens)) {
+  // A few tokens ask for many records once: these push out no hotter one.
+  const bool is_scan = num_tokens > 1 && num_tokens < Lookahead::kManyTokens;
+  for (const int32_t id : lookahead_.name(row, ids, num_tokens, scratch_, view_drive_locked())) {
     const int32_t record = record_of(row, id);
-    if (slot_of_[at(record)] >= 0 || is_bad_[at(record)]) continue;
-    const int32_t slot = staging_slot_locked(row, most);
-    if (slot < 0) return;
+    const int32_t slot = staging_slot_locked(record, most, is_scan);
+    if (slot < 0) break;
     slots_[at(slot)].is_staged = true;
     staged_.push_back(slot);
     start_load_locked(record, slot, io::Priority::Advice);
   }
+  named_at_ = std::chrono::steady_clock::now();
+  named_busy_ns_ = readers_->stats().busy_ns;
 }
 
-// A slot for a record of the row: one that holds a wrong guess about another layer, a free one, or
-// that of the victim while fewer than `most` are staged.
-int32_t ExpertStore::staging_slot_locked(int32_t row, int32_t most) {
+DriveView ExpertStore::view_drive_locked() const {
+  const auto is_alone = [this](int32_t slot) { return slots_[at(slot)].pins == 0; };
+  const auto waits = [this](const Lease* lease) { return has_read_in_flight_locked(*lease); };
+  return {pace_.record_ns(), pace_.spare_ns(),
+          static_cast<int32_t>(std::count_if(advised_.begin(), advised_.end(), is_alone)),
+          std::any_of(leases_.begin(), leases_.end(), waits)};
+}
+
+// A slot for a record: one that holds a wrong guess about another layer, a free one, or that of the
+// victim while fewer than `most` are staged; with `spares_hotter` only if the victim is not hotter.
+int32_t ExpertStore::staging_slot_locked(int32_t record, int32_t most, bool spares_hotter) {
+  const int32_t row = record / table_.num_experts;
   if (!give_up_other_staged_locked(row) && static_cast<int32_t>(staged_.size()) >= most) return -1;
-  if (free_.empty() && policy_->victim() >= 0) evict_locked();
+  const int32_t victim = policy_->victim();
+  const bool may_evict = victim >= 0 && !(spares_hotter && policy_->is_hotter(victim, record));
+  if (free_.empty() && may_evict) evict_locked();
   return pop_free_locked();
 }
 
@@ -716,7 +734,7 @@ bool ExpertStore::give_up_staged_locked(int32_t slot) {
     if (!withdraw_locked(left)) return false;
     std::erase(advised_, slot);
   } else {
-    lookahead_.unused(static_cast<int64_t>(drive_use_ * static_cast<double>(record_ns_)));
+    lookahead_.unused();
   }
   free_slot_locked(slot);
   return true;
@@ -730,9 +748,14 @@ void ExpertStore::unstage_locked(int32_t slot) {
 
 // Compares what was named with what the layer asks for, and withdraws the reads of what it does not
 // want that have not begun.
-void ExpertStore::judge_lookahead_locked(const Visit& visit) {
-  lookahead_.judge(visit.row, visit.num_tokens);
+void ExpertStore::judge_lookahead_locked(const Visit& visit, int32_t num_used) {
   measure_drive_locked();
+  const double busy_ns = static_cast<double>(counted_.busy_ns - named_busy_ns_);
+  lookahead_.judge(
+      visit.row, visit.num_tokens,
+      {.num_used = num_used,
+       .unawaited_ns = static_cast<double>(elapsed_ns(std::max(named_at_, wanted_until_))),
+       .idle_ns = std::max(static_cast<double>(elapsed_ns(named_at_)) - busy_ns, 0.0)});
   for (size_t i = staged_.size(); i-- > 0;) {
     const Slot& slot = slots_[at(staged_[i])];
     const bool is_wrong = slot.record / table_.num_experts == visit.row;
@@ -744,19 +767,11 @@ void ExpertStore::judge_lookahead_locked(const Visit& visit) {
 }
 
 void ExpertStore::measure_drive_locked() {
-  constexpr double kNew = 0.02;  // weight of the time since the last layer
   const io::ReadPoolStats readers = readers_->stats();
-  const auto now = std::chrono::steady_clock::now();
-  const double wall_ns = std::chrono::duration<double, std::nano>(now - drive_seen_at_).count();
-  const double busy_ns = static_cast<double>(readers.busy_ns - drive_seen_busy_ns_);
-  drive_use_ += kNew * (std::min(busy_ns / std::max(wall_ns, 1.0), 1.0) - drive_use_);
-  drive_seen_at_ = now;
-  drive_seen_busy_ns_ = readers.busy_ns;
-  if (readers.bytes_read > 0) {
-    record_ns_ = static_cast<int64_t>(static_cast<double>(readers.busy_ns) /
-                                      static_cast<double>(readers.bytes_read) *
-                                      static_cast<double>(slot_bytes_));
-  }
+  const double bytes = static_cast<double>(readers.bytes_read - counted_.bytes_read);
+  pace_.add(bytes / static_cast<double>(slot_bytes_),
+            static_cast<double>(readers.busy_ns - counted_.busy_ns));
+  counted_ = readers;
 }
 
 // Books

@@ -300,11 +300,12 @@ class ExpertStore final : public RecordSource, public std::enable_shared_from_th
   int32_t pop_free_locked();
   void evict_locked();
   int32_t most_staged_locked(int32_t num_tokens) const;
-  int32_t staging_slot_locked(int32_t row, int32_t most);
+  int32_t staging_slot_locked(int32_t record, int32_t most, bool spares_hotter);
   void unstage_locked(int32_t slot);
   bool give_up_staged_locked(int32_t slot);
   bool give_up_other_staged_locked(int32_t row);
-  void judge_lookahead_locked(const Visit& visit);
+  DriveView view_drive_locked() const;
+  void judge_lookahead_locked(const Visit& visit, int32_t num_used);
   void measure_drive_locked();
   bool is_candidate(const Slot& slot) const {
     return slot.state == SlotState::Ready && slot.pins == 0 && !slot.is_staged;
@@ -340,10 +341,11 @@ class ExpertStore final : public RecordSource, public std::enable_shared_from_th
   std::vector<int32_t> advised_;  // slots being loaded by advice
   std::vector<int32_t> staged_;   // slots filled by lookahead and not used yet, oldest first
   Lookahead lookahead_;
-  std::chrono::steady_clock::time_point drive_seen_at_{};
-  int64_t drive_seen_busy_ns_ = 0;
-  double drive_use_ = 0.0;        // share of the time with a read in flight, over the last layers
-  int64_t record_ns_ = 0;         // the drive's time for a record
+  std::chrono::steady_clock::time_point named_at_{};      // when lookahead named experts last
+  int64_t named_busy_ns_ = 0;                             // of the readers, at that time
+  std::chrono::steady_clock::time_point wanted_until_{};  // when the last awaited record came
+  io::ReadPoolStats counted_{};                           // by the readers, up to here
+  ReadPace pace_;
   std::deque<int32_t> prefetch_;  // advised records not started yet
   std::deque<int32_t> warm_;
   std::vector<Lease*> leases_;

@@ -375,43 +375,129 @@ void test_a_trace_comes_back() {
   }
 }
 
+// A drive that nothing is known of: whatever is likely enough is worth reading.
+constexpr store::DriveView kUnknownDrive{
+    .record_ns = 0.0, .spare_ns = 0.0, .num_queued = 0, .is_wanted = false};
+
+std::vector<int32_t> named(store::Lookahead& lookahead, std::vector<int32_t> ids,
+                           int32_t num_tokens, std::vector<int32_t> is_missing,
+                           const store::DriveView& drive = kUnknownDrive) {
+  const auto found = lookahead.name(1, ids, num_tokens, is_missing, drive);
+  return {found.begin(), found.end()};
+}
+
 void test_lookahead_orders_what_it_names() {
   store::Lookahead lookahead(6);
-  const auto named = [&](std::vector<int32_t> ids, int32_t num_tokens) {
-    const auto found = lookahead.name(1, ids, num_tokens);
-    return std::vector<int32_t>(found.begin(), found.end());
-  };
-  check(named({4, 0, 2}, 1) == std::vector<int32_t>{4, 0, 2});              // by place
-  check(named({4, 0, 2, 5, 2, 0}, 2) == std::vector<int32_t>{0, 2, 4, 5});  // by rows, then place
+  const std::vector<int32_t> all(6, 1);
+  check(named(lookahead, {4, 0, 2}, 1, all) == std::vector<int32_t>{4, 0, 2});  // by place
+  check(named(lookahead, {4, 0, 2}, 1, {0, 1, 1, 1, 1, 1}) == std::vector<int32_t>{4, 2});
+  check(named(lookahead, {4, 0, 2, 5, 2, 0}, 2, all) ==
+        std::vector<int32_t>{0, 2, 4, 5});  // by rows, then place
   const std::vector<int32_t> none(6, 0);
-  lookahead.judge(0, none);  // another layer: nothing is known of it
+  lookahead.judge(0, none, {});  // another layer: nothing is known of it
   check(lookahead.stats().named == 0);
   const std::vector<int32_t> asked = {0, 0, 0, 0, 1, 1};
   for (int turn = 0; turn < 20; ++turn) {
-    lookahead.name(1, std::vector<int32_t>{4, 0, 2}, 1);
-    lookahead.judge(1, asked);
+    named(lookahead, {4, 0, 2}, 1, all);
+    lookahead.judge(1, asked, {});
   }
   check(lookahead.stats().named == 60 && lookahead.stats().wanted == 40);
   check(lookahead.stats().right == 20);
-  check(named({4, 0, 2}, 1) == std::vector<int32_t>{4});  // the other places were never right
-  check(named({4, 0, 2, 0, 4, 2}, 2) == std::vector<int32_t>{0, 4, 2});  // two rows agree
+  check(named(lookahead, {4, 0, 2}, 1, all) == std::vector<int32_t>{4});  // others: never right
+  for (int turn = 0; turn < 40; ++turn) {  // of what was in memory nothing is learned
+    named(lookahead, {0, 4, 2}, 1, {0, 1, 1, 1, 1, 1});
+    lookahead.judge(1, std::vector<int32_t>{1, 0, 0, 0, 0, 0}, {});
+  }
+  check(named(lookahead, {4, 0, 2}, 1, all) == std::vector<int32_t>{4});
 }
 
-void test_lookahead_rests_when_it_does_not_pay() {
-  store::Lookahead lookahead(4);
-  const std::vector<int32_t> asked = {1, 0, 0, 0};
-  const auto step = [&](int64_t saved_ns, int64_t lost_ns) {
-    if (lookahead.is_on()) lookahead.name(0, std::vector<int32_t>{0}, 1);
-    lookahead.used(saved_ns);
-    lookahead.unused(lost_ns);
-    lookahead.judge(0, asked);
+// Layers leave the drive unwaited for so long; of four named, the first `num_right` are right.
+std::vector<int32_t> worth_reading(double window_ns, double record_ns, double spare_ns,
+                                   int32_t num_queued, int32_t num_right) {
+  store::Lookahead lookahead(8);
+  const std::vector<int32_t> all(8, 1);
+  std::vector<int32_t> asked(8, 0);
+  std::fill_n(asked.begin(), num_right, 1);
+  const store::DriveView drive{record_ns, spare_ns, num_queued, true};
+  for (int turn = 0; turn < 300; ++turn) {
+    named(lookahead, {0, 1, 2, 3}, 1, all, drive);
+    lookahead.judge(1, asked, {.num_used = 0, .unawaited_ns = window_ns, .idle_ns = 0.0});
+  }
+  return named(lookahead, {0, 1, 2, 3}, 1, all, drive);
+}
+
+void test_lookahead_reads_what_pays() {
+  using Ids = std::vector<int32_t>;
+  check(worth_reading(10.0, 1.0, 0.0, 0, 4) == Ids{0, 1, 2, 3});  // all fit into the window
+  check(worth_reading(10.0, 1.0, 0.0, 0, 2) == Ids{0, 1});        // the others are never right
+  check(worth_reading(2.0, 1.0, 0.0, 0, 4) == Ids{0, 1});
+  check(worth_reading(2.0, 1.0, 0.0, 1, 4) == Ids{0});        // one is on its way already
+  check(worth_reading(2.0, 1.0, 1.0, 0, 4) == Ids{0, 1, 2});  // beside the layer's own reads
+  check(worth_reading(0.5, 1.0, 0.0, 0, 4) == Ids{0});  // half of it is hidden, and it is right
+  check(worth_reading(0.01, 1.0, 0.0, 0, 4).empty());
+  store::Lookahead lookahead(8);
+  const std::vector<int32_t> asked = {1, 0, 0, 0, 0, 0, 0, 0};
+  bool is_right = false;  // every other time: half of a record must be hidden, then
+  const auto run = [&](double window_ns) {
+    Ids found;
+    for (int turn = 0; turn < 400; ++turn) {
+      found = named(lookahead, {0}, 1, Ids(8, 1), {1.0, 0.0, 0, true});
+      is_right = !is_right;
+      lookahead.judge(1, is_right ? asked : Ids(8, 0), {0, window_ns, 0.0});
+    }
+    return found;
   };
-  for (int turn = 0; turn < 1000; ++turn) step(11, 10);
+  check(run(0.6) == Ids{0});
+  check(run(0.4).empty());
+}
+
+void test_lookahead_of_many_tokens_follows_the_idle_drive() {
+  store::Lookahead lookahead(64);
+  const int32_t num_tokens = 2 * store::Lookahead::kManyTokens;
+  std::vector<int32_t> ids(static_cast<size_t>(num_tokens));
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>(i % 64);
+  const auto run = [&](double idle_ns) {
+    size_t count = 0;
+    for (int turn = 0; turn < 100; ++turn) {
+      count = named(lookahead, ids, num_tokens, std::vector<int32_t>(64, 1), {1.0, 0.0, 0, true})
+                  .size();
+      lookahead.judge(1, std::vector<int32_t>(64, 1), {0, 0.0, idle_ns});
+    }
+    return count;
+  };
+  check(run(20.0) == 64);
+  check(run(0.5) <= 5);
+  check(run(0.0) == 0);
+  check(run(20.0) == 64);
+}
+
+void test_the_pace_of_a_drive() {
+  store::ReadPace pace;
+  check(pace.record_ns() == 0.0 && pace.spare_ns() == 0.0);
+  for (int turn = 0; turn < 500; ++turn) pace.add(turn % 5, 3.0 + 2.0 * (turn % 5));
+  check(std::abs(pace.record_ns() - 2.0) < 1e-6 && std::abs(pace.spare_ns() - 3.0) < 1e-6);
+  store::ReadPace one_by_one;  // reads in turn: nothing is left beside them
+  for (int turn = 0; turn < 500; ++turn) one_by_one.add(turn % 5, 2.0 * (turn % 5));
+  check(std::abs(one_by_one.record_ns() - 2.0) < 1e-6 && one_by_one.spare_ns() < 1e-6);
+  store::ReadPace always_alike;
+  for (int turn = 0; turn < 500; ++turn) always_alike.add(4.0, 8.0);
+  check(std::abs(always_alike.record_ns() - 2.0) < 1e-6);
+}
+
+void test_lookahead_rests_when_nothing_pays() {
+  store::Lookahead lookahead(4);
+  const std::vector<int32_t> all(4, 1);
+  const std::vector<int32_t> asked = {1, 0, 0, 0};
+  const auto step = [&](int32_t guess) {
+    if (lookahead.is_on()) named(lookahead, {guess}, 1, all);
+    lookahead.judge(1, asked, {});
+  };
+  for (int turn = 0; turn < 1000; ++turn) step(0);
   check(lookahead.is_on());
-  for (int turn = 0; turn < 1000 && lookahead.is_on(); ++turn) step(9, 10);
+  for (int turn = 0; turn < 1000 && lookahead.is_on(); ++turn) step(1);
   check(!lookahead.is_on());
   int64_t rest = 0;
-  for (; !lookahead.is_on(); ++rest) lookahead.judge(0, asked);
+  for (; !lookahead.is_on(); ++rest) lookahead.judge(1, asked, {});
   check(rest > 1000);  // then it gets another trial
 }
 
@@ -433,7 +519,11 @@ int main() {
       {"Belady is the least of all", test_belady_is_the_least_of_all},
       {"a trace comes back", test_a_trace_comes_back},
       {"lookahead orders what it names", test_lookahead_orders_what_it_names},
-      {"lookahead rests when it does not pay", test_lookahead_rests_when_it_does_not_pay},
+      {"lookahead reads what pays", test_lookahead_reads_what_pays},
+      {"lookahead of many tokens follows the idle drive",
+       test_lookahead_of_many_tokens_follows_the_idle_drive},
+      {"the pace of a drive", test_the_pace_of_a_drive},
+      {"lookahead rests when nothing pays", test_lookahead_rests_when_nothing_pays},
   };
   return test::run_all(tests);
 }

@@ -494,7 +494,7 @@ class LLM:
             lookahead_precision=_rate(usage.lookahead_right, usage.lookahead_named),
             lookahead_recall=_rate(usage.lookahead_right, usage.lookahead_wanted),
             lookahead_wasted_bytes=usage.lookahead_unused * self.plan.record_bytes,
-            lookahead_used_s=usage.lookahead_used_ns / 1e9,
+            lookahead_saved_s=usage.lookahead_saved_ns / 1e9,
             steps=usage.steps,
             shared_steps=usage.shared_steps,
             peak_memory_bytes=peak_memory_bytes(),

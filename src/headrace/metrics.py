@@ -45,7 +45,7 @@ class Receipt:
     lookahead_precision: float  # share of the experts it named that the layer then asked for
     lookahead_recall: float  # share of the experts asked for that it had named
     lookahead_wasted_bytes: int  # part of prefetch_bytes: given up without use
-    lookahead_used_s: float  # drive time of records read ahead and used: more than they spared
+    lookahead_saved_s: float  # time in which nobody waited and the drive read what was then used
     steps: int
     shared_steps: int
     peak_memory_bytes: int  # of the whole process, as the system reports it

@@ -308,7 +308,7 @@ def _add_counters(usage: Usage, is_prefill: bool, used: StepCounters) -> None:
     usage.lookahead_wanted += used.lookahead_wanted
     usage.lookahead_right += used.lookahead_right
     usage.lookahead_unused += used.lookahead_unused
-    usage.lookahead_used_ns += used.lookahead_used_ns
+    usage.lookahead_saved_ns += used.lookahead_saved_ns
     if is_prefill:
         usage.prefill_bytes_read += used.bytes_read
     else:

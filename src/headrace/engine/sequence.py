@@ -58,7 +58,7 @@ class Usage:
     lookahead_wanted: int = 0
     lookahead_right: int = 0
     lookahead_unused: int = 0
-    lookahead_used_ns: int = 0
+    lookahead_saved_ns: int = 0
 
 
 # Sees each generated token; returns True to end the sequence there (a stop string is complete).

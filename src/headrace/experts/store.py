@@ -88,8 +88,8 @@ class StoreStats:
     """Records that lookahead read and a layer then used."""
     lookahead_unused: int
     """Records that it read and gave up; times the record size: bytes wasted."""
-    lookahead_used_ns: int
-    """The drive's time for the used ones: the waiting they saved is less."""
+    lookahead_saved_ns: int
+    """Time in which nobody waited for the drive and it read what was then used."""
     reads_in_flight_max: int
     read_mode: str
     """ "direct", or "buffered" once any file refused direct reads."""
@@ -126,7 +126,7 @@ class StepCounters(NamedTuple):
     lookahead_right: int = 0
     lookahead_used: int = 0
     lookahead_unused: int = 0
-    lookahead_used_ns: int = 0
+    lookahead_saved_ns: int = 0
     drive_bytes: tuple[int, ...] = ()
     """Read from each drive, if there are several."""
 
@@ -351,7 +351,7 @@ class ExpertStore:
 
     @property
     def wants_advice(self) -> bool:
-        """Whether lookahead is on: asked for, some record has no slot, and it pays so far."""
+        """Whether lookahead is on: asked for, some record has no slot, and it does not rest."""
         return self._native.wants_advice
 
     def look_ahead(self, layer: int, ids: Int32) -> None:
