@@ -25,6 +25,8 @@ LOSSY_CHECK_EVERY = 16
 LOSSY_OPTIONS = (*LOSSY_MODES, "lossy_check_every", "max_kl")
 ISAS = ("auto", "scalar", "avx2", "avx512", "amx", "neon", "neon-i8mm")
 
+TUNE_MINUTES, TUNE_TOKENS = 5.0, 48  # of all measurements; decoded in each run
+
 # How a drive is read that nobody measured.
 DEFAULT_READERS = 4
 DEFAULT_BLOCK_BYTES = 1 << 20

@@ -301,6 +301,12 @@ def _health(name: str, report: VerifyReport, is_deep: bool) -> Iterator[Finding]
             "model health", PROBLEM, damage.message,
             "get the file again, or convert the source again; the rest can stay",
         )  # fmt: skip
+    if report.unrecorded:
+        yield Finding(
+            "model health", WARNING,
+            f"not recorded in the manifest, so not compared: {', '.join(report.unrecorded)}",
+            "remove what is not the model's, or convert the source again",
+        )  # fmt: skip
     if report.is_sound:
         unsure = " (no checksums here: looked for NaN and infinity)"
         yield Finding(

@@ -22,6 +22,8 @@ from headrace.checkpoint import (
     open_checkpoint,
     read_config,
 )
+from headrace.checkpoint.base import CONFIG_NAME, GENERATION_CONFIG_NAME
+from headrace.checkpoint.huggingface import TOKENIZER_FILES
 from headrace.checkpoint.jsonfile import canonical_json
 from headrace.checkpoint.layout import (
     DENSE_NAME,
@@ -158,6 +160,8 @@ class VerifyReport:
     has_checksums: bool
     """False unless a container: only the values' being finite could be checked."""
     damaged: tuple[Damage, ...]
+    unrecorded: tuple[str, ...] = ()
+    """Files that a model is made of and the manifest has no checksum of: changes go unseen."""
 
     @property
     def is_sound(self) -> bool:
@@ -223,7 +227,8 @@ def _run(
         done += check.nbytes
         progress(check.entry.path.name, done, total)
     has_checksums = isinstance(checkpoint, ContainerCheckpoint)
-    return VerifyReport(len(checks), total, has_checksums, tuple(damaged))
+    unrecorded = _unrecorded(checkpoint) if isinstance(checkpoint, ContainerCheckpoint) else ()
+    return VerifyReport(len(checks), total, has_checksums, tuple(damaged), unrecorded)
 
 
 @dataclass(frozen=True)
@@ -395,6 +400,12 @@ def _container_files(checkpoint: ContainerCheckpoint) -> Iterator[_Whole]:
     for name, described in files.items() if isinstance(files, dict) else ():
         if Path(name).name == name:
             yield _Whole(checkpoint, name, described or {})
+
+
+def _unrecorded(checkpoint: ContainerCheckpoint) -> tuple[str, ...]:
+    recorded = checkpoint.manifest.get("files") or {}
+    used = (CONFIG_NAME, GENERATION_CONFIG_NAME, *TOKENIZER_FILES)
+    return tuple(n for n in used if n not in recorded and (checkpoint.path / n).exists())
 
 
 def _container_frames(checkpoint: ContainerCheckpoint) -> Iterator[_Frame]:

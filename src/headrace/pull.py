@@ -24,6 +24,7 @@ from headrace.checkpoint.huggingface import sample_offsets
 from headrace.checkpoint.journal import PARTIAL_SUFFIX
 from headrace.checkpoint.layout import DENSE_NAME, Recipe
 from headrace.checkpoint.safetensors import TensorEntry, read_header
+from headrace.checkpoint.writer import require_space
 from headrace.convert import Progress, convert
 from headrace.convert.plan import ConvertPlan, make_plan
 from headrace.convert.recipe import preset_for
@@ -304,12 +305,5 @@ def _require_ours(folder: Path) -> None:
 
 
 def _require_space(folder: Path, need: int, what: str) -> None:
-    place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    have = shutil.disk_usage(place).free
-    if have < need + MARGIN_BYTES:
-        raise CheckpointError(
-            f"not enough space for {what}: {folder}\n"
-            f"expected {need + MARGIN_BYTES} bytes free ({need / 2**30:.2f} GiB and a margin), "
-            f"got {have} ({have / 2**30:.2f} GiB)\n"
-            "hint: free some space, choose a folder on another drive with --to, or use --convert"
-        )
+    hint = "choose a folder on another drive with --to, or use --convert"
+    require_space(folder, need + MARGIN_BYTES, what, hint)

@@ -15,7 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headrace.config import POLICIES, EngineConfig, SamplingParams
+from headrace.config import (
+    POLICIES,
+    TUNE_MINUTES,
+    TUNE_TOKENS,
+    EngineConfig,
+    SamplingParams,
+)
 from headrace.errors import ConfigError, EngineError, MemoryBudgetError
 from headrace.inspect import open_model
 from headrace.llm import LLM, resolve_model
@@ -34,8 +40,6 @@ from headrace.tuned import (
 
 _REFUSED = 3  # exit status of a run whose settings cannot be
 LEAST_GAIN = 0.03
-DEFAULT_MINUTES = 5.0
-DEFAULT_TOKENS = 48
 PROMPT = (
     "The mill stood where the river bent, and every morning the miller walked along the headrace "
     "to see how high the water was. In spring it came over the boards, brown and quick, and he "
@@ -291,8 +295,8 @@ def tune(
     model: str | Path,
     config: EngineConfig,
     *,
-    minutes: float = DEFAULT_MINUTES,
-    tokens: int = DEFAULT_TOKENS,
+    minutes: float = TUNE_MINUTES,
+    tokens: int = TUNE_TOKENS,
     path: Path | None = None,
     progress: Callable[[Row], None] = lambda _: None,
 ) -> tuple[Found, Mapping[str, Any]]:

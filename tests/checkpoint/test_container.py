@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from headrace import _core
 from headrace.checkpoint import ContainerCheckpoint, open_checkpoint
-from headrace.checkpoint.layout import DenseTensor
+from headrace.checkpoint.jsonfile import canonical_json
+from headrace.checkpoint.layout import DenseTensor, manifest_checksum
 from headrace.convert import Recipe, convert
 from headrace.errors import CheckpointError, EngineError, MemoryBudgetError
 from headrace.inspect import describe, verify
@@ -327,6 +328,19 @@ def test_describe_is_json_and_adds_up(container: Path) -> None:
         dense["matrix_bytes"] + dense["embedding_bytes"] + dense["vector_bytes"]
     )
     assert summary["file_bytes"] == sum(f["bytes"] for f in summary["files"])
+
+
+def test_files_that_the_manifest_has_no_checksum_of_are_named(container: Path) -> None:
+    assert verify(container).unrecorded == ()
+    (container / "chat_template.jinja").write_text("{{ messages }}")
+    assert verify(container).unrecorded == ("chat_template.jinja",)
+    manifest = json.loads((container / "headrace.json").read_bytes())
+    del manifest["files"], manifest["checksum"]
+    manifest["checksum"] = manifest_checksum(manifest)
+    (container / "headrace.json").write_bytes(canonical_json(manifest))
+    report = verify(container)
+    assert report.is_sound, "made before there were checksums of small files"
+    assert {"config.json", "chat_template.jinja"} <= set(report.unrecorded)
 
 
 def test_hugging_face_is_described_and_verified_too(tmp_path: Path) -> None:

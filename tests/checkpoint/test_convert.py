@@ -359,7 +359,7 @@ def test_full_drive_is_named_and_resumable(
         patch.setattr(writer, "write_all", full)
         with pytest.raises(CheckpointError, match="no space left for ") as error:
             convert(tmp_path / "hf", tmp_path / "out", Recipe())
-    assert "run the same command again" in str(error.value)
+    assert "run the same command again; finished files are kept" in str(error.value)
     assert not list(tmp_path.rglob("*.tmp")), "nothing half written stays"
     convert(tmp_path / "hf", tmp_path / "out", Recipe())
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")

@@ -337,8 +337,9 @@ def test_a_full_drive_is_named_and_leaves_nothing(
         original(file, data)
 
     monkeypatch.setattr(gguf_writer, "write_all", fail)
-    with pytest.raises(CheckpointError, match=r"no space left for .*out\.gguf"):
+    with pytest.raises(CheckpointError, match=r"no space left for .*out\.gguf") as error:
         convert_to_gguf(tmp_path / "hf", tmp_path / "out.gguf", KEPT)
+    assert "kept" not in str(error.value), "there is one file"
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 

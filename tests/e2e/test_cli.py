@@ -585,6 +585,9 @@ def test_mirror_and_drives(cli: Any, tiny: Path, tmp_path: Path) -> None:
     assert [one["path"] for one in both["receipt"]["drives"]] == [str(model), str(drive)]
     refused = cli("run", tiny, "hello", "--drive", drive, *QUIET)
     assert refused.status == 1 and "convert" in refused.err
+    small = ("--drive", tmp_path / "small", *options[2:], "--budget", "1KiB")
+    none = cli("mirror", "stage", model, *small).out
+    assert "no record has room" in none and "use it" not in none
     wrong = cli("mirror", "plan", model, "--drive", drive, "--rates", "1GB/s")
     assert wrong.status == 2
     (drive / "experts-000.safetensors").unlink(missing_ok=True)

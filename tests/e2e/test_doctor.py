@@ -260,6 +260,13 @@ def test_damage_outside_of_the_weights_is_found_at_once(
     assert "Traceback" not in found[0].text
 
 
+def test_a_file_without_a_checksum_is_a_warning(container: Path, machine: Path) -> None:
+    (container / "chat_template.jinja").write_text("{{ messages }}")
+    found = [f for f in examine(str(container), root=machine) if f.subject == "model health"]
+    assert [f.level for f in found] == [WARNING, OK]
+    assert "chat_template.jinja" in found[0].text
+
+
 def test_a_model_that_cannot_be_read(
     container: Path, machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,7 +107,7 @@ def write_gguf(
     Raises:
         CheckpointError: the file cannot be written.
     """
-    with whole_file(path) as file:
+    with whole_file(path, is_one_of_many=False) as file:
         file.truncate(layout.file_bytes)  # what nobody writes, such as padding, is zero
         write_all(file, layout.header)
         progress(len(layout.header))

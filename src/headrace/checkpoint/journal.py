@@ -20,7 +20,12 @@ from headrace.checkpoint.container import ContainerCheckpoint, is_container
 from headrace.checkpoint.jsonfile import read_object
 from headrace.checkpoint.layout import MANIFEST_NAME, format_checksum
 from headrace.checkpoint.values import bytes_checksum, read_range
-from headrace.checkpoint.writer import TEMPORARY_SUFFIX, sync_directory, write_json
+from headrace.checkpoint.writer import (
+    TEMPORARY_SUFFIX,
+    require_space,
+    sync_directory,
+    write_json,
+)
 from headrace.errors import CheckpointError, ConfigError, EngineError
 
 if sys.platform != "win32":
@@ -303,15 +308,8 @@ class Journal:
             return
         missing = (n for name, n in file_bytes.items() if self.finished(name) is None)
         need = sum(missing) + other_bytes
-        place = next(p for p in (self.partial, *self.partial.parents) if p.exists())
-        have = shutil.disk_usage(place).free
-        if have < need:
-            raise CheckpointError(
-                f"not enough space for the container: {self.partial.parent}\n"
-                f"expected {need} bytes free ({need / 2**30:.2f} GiB), "
-                f"got {have} ({have / 2**30:.2f} GiB)\n"
-                "hint: free some space, or choose a destination on another drive"
-            )
+        hint = "or choose a destination on another drive"
+        require_space(self.partial.parent, need, "the container", hint)
 
     def finish(self, name: str, checksums: Sequence[int]) -> None:
         """Note that a file is complete and on the drive."""

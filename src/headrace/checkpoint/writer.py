@@ -6,6 +6,7 @@ that were handed to the file. Which files there are, and in which order, the cal
 
 import errno
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,9 +34,37 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
+def require_space(folder: Path, num_bytes: int, what: str, hint: str) -> None:
+    """Check that a drive has room; makes nothing, so that what is refused leaves nothing behind.
+
+    Args:
+        folder: that is written to; it need not exist.
+        num_bytes: needed.
+        what: needs them, for the message.
+        hint: what else may be done than to free some space.
+
+    Raises:
+        CheckpointError: there are fewer; says how many are needed and there.
+    """
+    folder = folder.absolute()
+    place = next(p for p in (folder, *folder.parents) if p.exists())
+    have = shutil.disk_usage(place).free
+    if have < num_bytes:
+        raise CheckpointError(
+            f"not enough space for {what}: {folder}\n"
+            f"expected {num_bytes} bytes free ({num_bytes / 2**30:.2f} GiB), "
+            f"got {have} ({have / 2**30:.2f} GiB)\n"
+            f"hint: free some space, {hint}"
+        )
+
+
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
+def whole_file(path: Path, is_one_of_many: bool = True) -> Iterator[BinaryIO]:
     """Open a file that appears under its name complete and on the drive, or does not appear.
+
+    Args:
+        path: of the file.
+        is_one_of_many: others of the same work stay when this one fails; a message says so.
 
     Raises:
         CheckpointError: the drive is full, or another error of the file system; names it.
@@ -50,17 +79,18 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     except ExpertReadError:  # an OSError as well, of the source
         raise
     except OSError as error:
-        raise write_error(path, error) from error
+        raise write_error(path, error, is_one_of_many) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def write_error(path: Path, error: OSError) -> CheckpointError:
+def write_error(path: Path, error: OSError, is_one_of_many: bool = True) -> CheckpointError:
     """Turn a failed write into a message."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        kept = "; finished files are kept" if is_one_of_many else ""
         return CheckpointError(
             f"no space left for {path}: {error.strerror}\n"
-            "hint: free some space and run the same command again; finished files are kept"
+            f"hint: free some space and run the same command again{kept}"
         )
     return CheckpointError(f"cannot write {path}: {error.strerror or error}")
 

@@ -89,6 +89,8 @@ def _print_verified(report: "VerifyReport") -> None:
         f"verified: {report.num_checked} ranges, {format_bytes(report.checked_bytes)} "
         f"({how}): {state}"
     )
+    if report.unrecorded:
+        print(f"not recorded, so not compared: {', '.join(report.unrecorded)}")
     for damage in report.damaged:
         print(damage.message)
 

@@ -92,6 +92,10 @@ def stage(
     if as_json:
         print(json.dumps({**made.as_dict(), "copied_bytes": copied}, ensure_ascii=False))
         return
+    if not made.num_chosen:
+        print(f"no record has room in {made.folder}: nothing to use")
+        print("hint: free some space, or allow more with --budget or a smaller --reserve")
+        return
     kept = made.mirror_bytes - copied
     already = f", {format_bytes(kept)} were there already" if kept else ""
     print(f"{made.folder}: {format_bytes(copied)} copied{already}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.cli.options import Json, takes
-from headrace.config import LOSSY_OPTIONS, EngineConfig
+from headrace.config import LOSSY_OPTIONS, TUNE_MINUTES, TUNE_TOKENS, EngineConfig
 
 if TYPE_CHECKING:
     from headrace.tune import Found, Row
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 @takes(EngineConfig, without=("sequences", "profile", "trace", "tuned", *LOSSY_OPTIONS))
 def command(
     model: Annotated[str, typer.Argument(metavar="MODEL")],
-    minutes: Annotated[float, typer.Option(min=0, help="time for all measurements")] = 5.0,
-    tokens: Annotated[int, typer.Option(min=2, help="tokens decoded in each run")] = 48,
+    minutes: Annotated[float, typer.Option(min=0, help="time for all measurements")] = TUNE_MINUTES,
+    tokens: Annotated[int, typer.Option(min=2, help="tokens decoded in each run")] = TUNE_TOKENS,
     as_json: Json = False,
     *,
     engine: EngineConfig,

@@ -6,7 +6,6 @@ was killed leaves the temporary file, which the next run overwrites.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +34,11 @@ from headrace.checkpoint.values import (
     row_pieces,
     unpack_values,
 )
-from headrace.checkpoint.writer import TEMPORARY_SUFFIX
+from headrace.checkpoint.writer import TEMPORARY_SUFFIX, require_space
 from headrace.convert.gguf_plan import DensePart, GgufPlan, GgufRecipe, make_gguf_plan
 from headrace.convert.run import Progress
 from headrace.convert.source import open_records, packed_pieces, read_records
-from headrace.errors import CheckpointError, ConfigError
+from headrace.errors import ConfigError
 
 _FLOATING = frozenset(FLOAT_FORMATS.values())
 
@@ -101,16 +100,9 @@ def convert_to_gguf(
 
 def _require_space(dest: Path, num_bytes: int) -> None:
     left_over = dest.with_name(dest.name + TEMPORARY_SUFFIX)
-    place = next(p for p in dest.parents if p.exists())
-    have = shutil.disk_usage(place).free
-    have += left_over.stat().st_size if left_over.is_file() else 0
-    if have < num_bytes:
-        raise CheckpointError(
-            f"not enough space for the file: {dest.parent}\n"
-            f"expected {num_bytes} bytes free ({num_bytes / 2**30:.2f} GiB), "
-            f"got {have} ({have / 2**30:.2f} GiB)\n"
-            "hint: free some space, or choose a destination on another drive"
-        )
+    held = left_over.stat().st_size if left_over.is_file() else 0  # which this run overwrites
+    hint = "or choose a destination on another drive"
+    require_space(dest.parent, num_bytes - held, "the file", hint)
 
 
 @dataclass(frozen=True)
