@@ -5,6 +5,7 @@ what a front end does, a caller of `LLM` can do.
 """
 
 import logging
+import math
 import operator
 import os
 import re
@@ -48,6 +49,7 @@ from headrace.metrics import (
     huge_pages_bytes,
     locked_bytes,
     peak_memory_bytes,
+    processor_quota,
     resident_bytes,
 )
 from headrace.models.lossy import make_lossy
@@ -150,8 +152,9 @@ class LLM:
 
     def _set_up_kernels(self) -> None:
         ops.set_isa(self.config.isa)
-        if self.config.threads != "auto":
-            ops.set_threads(self.config.threads)
+        num_threads = _num_threads(self.config)
+        if num_threads != ops.num_threads():
+            ops.set_threads(num_threads)
 
     def _load(self) -> None:
         available = available_memory_bytes()
@@ -738,7 +741,7 @@ def plan_model(model: str | Path, config: EngineConfig) -> MemoryPlan:
     spec, checkpoint = open_model(path, config.experts.drive)
     config, tuned = apply_tuned(config, checkpoint)
     history = open_history(path, checkpoint, config)
-    threads = ops.num_threads() if config.threads == "auto" else config.threads
+    threads = _num_threads(config)
     counts = None if history is None else history.counts
     reading = name_source(resolve_reading(config.experts, checkpoint.records), tuned)
     config = make_engine_config(config, {"experts": reading.experts})
@@ -760,6 +763,16 @@ def plan_model(model: str | Path, config: EngineConfig) -> MemoryPlan:
         history, records, config.experts, checkpoint.fingerprint, plan.num_slots
     )
     return plan.with_forecast(forecast)
+
+
+def _num_threads(config: EngineConfig) -> int:
+    """Threads to compute with: as asked for, else those that there are, but not more than cgroups
+    grant processors: all would be stopped for the rest of each period.
+    """
+    if config.threads != "auto":
+        return config.threads
+    quota = processor_quota()
+    return ops.num_threads() if quota is None else min(ops.num_threads(), math.ceil(quota))
 
 
 def plain_transcript(messages: Sequence[Message]) -> str:

@@ -278,6 +278,40 @@ def _walk_up(mount: Path, path: str, names: tuple[tuple[str, ...], str, str]) ->
     return found
 
 
+def processor_quota(root: Path = Path("/")) -> float | None:
+    """Return how many processors' time the tightest cgroup of this process grants; None: no limit.
+
+    Every cgroup from this process's own up to the root counts, v1 and v2. Which processors it may
+    run on is another matter, which the native threads know.
+    """
+    quotas = []
+    for line in (_read_text(root / "proc/self/cgroup") or "").splitlines():
+        if line.count(":") < 2:
+            continue
+        hierarchy, controllers, path = line.split(":", 2)
+        base = root / "sys/fs/cgroup"
+        if hierarchy == "0" and not controllers:
+            mounts = [base, base / "unified"]
+        elif "cpu" in controllers.split(","):
+            mounts = [base / "cpu", base / controllers]
+        else:
+            continue
+        parts = [part for part in path.split("/") if part and part != ".."]
+        for depth in range(len(parts), -1, -1):
+            quotas += [_quota(mount.joinpath(*parts[:depth])) for mount in mounts]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota(group: Path) -> float | None:
+    """Processors of one group: time granted in each period over its length; `max` is no number."""
+    granted, _, period = (_read_text(group / "cpu.max") or "").strip().partition(" ")
+    if not granted:
+        granted = _read_text(group / "cpu.cfs_quota_us") or ""
+        period = _read_text(group / "cpu.cfs_period_us") or ""
+    time, length = _number(granted), _number(period)
+    return time / length if time and length else None
+
+
 def _number(text: str | None) -> int | None:
     """The count a file holds; None if it is missing or holds anything else."""
     text = (text or "").strip()

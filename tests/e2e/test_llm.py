@@ -442,3 +442,19 @@ def test_a_bad_prompt_in_a_batch_leaves_nothing_behind(tiny: Path) -> None:
         with pytest.raises(RequestError, match="longer than the context"):
             llm.generate_batch(["fine", "a" * 500], GREEDY)
         assert not llm._loop.has_work
+
+
+@pytest.mark.parametrize(
+    ("quota", "asked", "expected"), [(0.5, "auto", 1), (9e9, "auto", 2), (0.5, 2, 2)]
+)
+def test_threads_follow_the_quota_of_a_container(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, quota: float, asked: Any, expected: int
+) -> None:
+    monkeypatch.setattr("headrace.llm.processor_quota", lambda: quota)
+    before = ops.num_threads()
+    ops.set_threads(2)
+    try:
+        with open_llm(tiny, threads=asked) as llm:
+            assert llm.generate("ok", GREEDY).receipt.threads == expected
+    finally:
+        ops.set_threads(before)

@@ -7,6 +7,7 @@ from headrace.metrics import (
     available_memory_bytes,
     format_bytes,
     peak_memory_bytes,
+    processor_quota,
     resident_bytes,
 )
 
@@ -118,6 +119,24 @@ def test_bytes_for_people(count: float, text: str) -> None:
     assert format_bytes(count) == text
 
 
+def test_the_tightest_quota_of_processors_counts(tmp_path: Path) -> None:
+    assert processor_quota(tmp_path) is None
+    base = "sys/fs/cgroup"
+    write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:cpu,cpuacct:/box\n3:memory:/box\n0::/app/job\n",
+            f"{base}/app/job/cpu.max": "max 100000\n",
+            f"{base}/app/cpu.max": "250000 100000\n",
+            f"{base}/cpu,cpuacct/box/cpu.cfs_quota_us": "-1\n",
+            f"{base}/cpu,cpuacct/box/cpu.cfs_period_us": "100000\n",
+        },
+    )
+    assert processor_quota(tmp_path) == 2.5
+    write(tmp_path, {f"{base}/cpu,cpuacct/box/cpu.cfs_quota_us": "150000\n"})
+    assert processor_quota(tmp_path) == 1.5
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_the_process_measures_itself() -> None:
     assert 1 << 20 < resident_bytes() <= peak_memory_bytes()
@@ -128,12 +147,13 @@ def test_the_process_measures_itself() -> None:
 )
 def test_garbage_of_the_system_is_unknown_and_not_an_error(garbage: str, tmp_path: Path) -> None:
     files = ["proc/self/cgroup", "proc/meminfo", "sys/fs/cgroup/memory.max"]
-    files += ["sys/fs/cgroup/memory.high", "sys/fs/cgroup/memory.current"]
+    files += ["sys/fs/cgroup/memory.high", "sys/fs/cgroup/memory.current", "sys/fs/cgroup/cpu.max"]
     for name in files:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(garbage.encode("latin-1"))
     assert available_memory_bytes(tmp_path) is None
     (tmp_path / "proc/self/cgroup").write_text("nonsense\n0::/\n")
+    assert processor_quota(tmp_path) is None
     (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {garbage}\nMemAvailable: 8 kB\n")
     assert available_memory_bytes(tmp_path) == 8192
