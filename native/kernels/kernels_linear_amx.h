@@ -515,6 +515,21 @@ void super_tiles(const LinearArgs& a) {
   tiles_or_vectors<TileSuper<S>, S::kGroup, format>(a);
 }
 
+// What the tile unit reaches with everything in tile registers (see kernels_peak.h).
+inline int64_t peak_tiles(int64_t rounds, int32_t* sink) {
+  const Tiles tiles(64);
+  alignas(64) int8_t inputs[kTileBytes];
+  std::memset(inputs, sink[0] & 1, kTileBytes);
+  tile_load<kActivations, kTileBytes>(inputs, 64);
+  tile_load<kWeights, kTileBytes>(inputs, 64);
+  tile_zero<kSums>();
+  for (int64_t round = 0; round < rounds; ++round) tile_dot<kSums, kActivations, kWeights>();
+  alignas(64) int32_t sums[kTileBytes / 4];
+  tile_store<kSums>(sums);
+  sink[0] = sums[0];
+  return rounds * kTileRows * kBlockOutputs * 64 * 2;
+}
+
 inline const KernelTable* make_table() {
   static const KernelTable table = [] {
     KernelTable t = *avx512_table();
@@ -531,6 +546,7 @@ inline const KernelTable* make_table() {
     t.linear[static_cast<int>(Format::Q5K)] = super_tiles<Q5k, Format::Q5K>;
     t.linear[static_cast<int>(Format::Q6K)] = super_tiles<Q6k, Format::Q6K>;
     t.linear[static_cast<int>(Format::Q6KA)] = super_tiles<Q6ka, Format::Q6KA>;
+    t.peak_int8 = peak_tiles;
     return t;
   }();
   return &table;
