@@ -40,17 +40,6 @@ std::vector<RowTile> tiles_of(const StepRows& rows) {
   return tiles;
 }
 
-// The group of pages that lies in memory as one, at most `count` of them from `first` on.
-struct PageGroup {
-  int32_t first, count;
-};
-
-PageGroup group_of(int32_t page) {
-  if (page < kFirstPagesTogether) return {0, kFirstPagesTogether};
-  const int32_t after = page - kFirstPagesTogether;
-  return {page - after % kPagesTogether, kPagesTogether};
-}
-
 // A walk is one kv head of one tile: its rows times the query heads of that kv head.
 class GroupedWalks {
  public:
@@ -210,11 +199,11 @@ KvPool::KvPool(const KvShape& shape, std::shared_ptr<std::byte> memory)
 }
 
 std::byte* KvPool::keys(int32_t page, int32_t layer, int32_t kv_head) const {
-  const PageGroup group = group_of(page);
-  const int64_t together = std::min(group.count, shape_.num_pages - group.first);
+  const int32_t first = page / kPagesTogether * kPagesTogether;
+  const int64_t together = std::min(kPagesTogether, shape_.num_pages - first);
   const int64_t run = int64_t{layer} * shape_.num_kv_heads + kv_head;
-  return memory_.get() + group.first * shape_.page_bytes() +
-         (run * together + page - group.first) * 2 * shape_.head_bytes();
+  return memory_.get() + first * shape_.page_bytes() +
+         (run * together + page - first) * 2 * shape_.head_bytes();
 }
 
 std::byte* KvPool::values(int32_t page, int32_t layer, int32_t kv_head) const {

@@ -32,13 +32,12 @@ int64_t kv_items_bytes(Format dtype, int32_t width, int32_t page_tokens);
 void check_kv_page(const char* pool, Format dtype, int32_t page_tokens);
 
 // Pages of which one head of one layer lies in one piece: a walk over them is one stream of memory,
-// which the processor fetches ahead by itself, and each new piece costs it more than a page takes.
-// The first group is smaller, because its first token touches a part of every piece.
-inline constexpr int32_t kFirstPagesTogether = 16;
-inline constexpr int32_t kPagesTogether = 64;
+// which the processor fetches ahead by itself. More would be little faster, and touch more memory
+// for the first tokens.
+inline constexpr int32_t kPagesTogether = 16;
 
-// [groups: kFirstPagesTogether pages, then kPagesTogether each, the last may have fewer][layers]
-// [kv heads][pages of the group][keys, values].
+// [groups of kPagesTogether pages, the last may have fewer][layers][kv heads][pages of the group]
+// [keys, values].
 class KvPool {
  public:
   // Throws Error(Shape) for a shape the kernels cannot take. `memory` holds shape.nbytes() bytes at
