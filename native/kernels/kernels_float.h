@@ -10,20 +10,43 @@
 
 namespace headrace::HEADRACE_ISA {
 
+template <int distance>
+Ints swap_lanes(Ints a) {
+  return bits_of(swap_lanes<distance>(from_bits(a)));
+}
+inline int32_t first_lane(Ints a) {
+  const float lane = first_lane(from_bits(a));
+  int32_t bits;
+  __builtin_memcpy(&bits, &lane, 4);
+  return bits;
+}
+
 // The one order in which sixteen lanes become a number: (l, l + 8), (l, l + 4), (l, l + 2), (l, l +
 // 1). Lane 0 holds the result; the others compute along.
+template <class Lanes, class Join>
+[[gnu::always_inline]] inline auto join_lanes(Lanes lanes, Join join) {
+  lanes = join(lanes, swap_lanes<8>(lanes));
+  lanes = join(lanes, swap_lanes<4>(lanes));
+  lanes = join(lanes, swap_lanes<2>(lanes));
+  return first_lane(join(lanes, swap_lanes<1>(lanes)));
+}
+
 inline float tree_sum(Floats lanes) {
-  lanes = add(lanes, swap_lanes<8>(lanes));
-  lanes = add(lanes, swap_lanes<4>(lanes));
-  lanes = add(lanes, swap_lanes<2>(lanes));
-  return first_lane(add(lanes, swap_lanes<1>(lanes)));
+  return join_lanes(lanes,
+                    [](Floats a, Floats b) __attribute__((always_inline)) { return add(a, b); });
 }
 
 inline float max_lane(Floats lanes) {
-  lanes = max(lanes, swap_lanes<8>(lanes));
-  lanes = max(lanes, swap_lanes<4>(lanes));
-  lanes = max(lanes, swap_lanes<2>(lanes));
-  return first_lane(max(lanes, swap_lanes<1>(lanes)));
+  return join_lanes(lanes,
+                    [](Floats a, Floats b) __attribute__((always_inline)) { return max(a, b); });
+}
+
+inline int32_t max_lane(Ints lanes) {
+  return join_lanes(lanes, [](Ints a, Ints b) __attribute__((always_inline)) { return max(a, b); });
+}
+
+inline int32_t sum_of_lanes(Ints lanes) {
+  return join_lanes(lanes, [](Ints a, Ints b) __attribute__((always_inline)) { return add(a, b); });
 }
 
 // exp by x = n ln2 + r, |r| <= ln2/2, Taylor to degree 7 (relative error below 2^-26 before
@@ -71,31 +94,6 @@ inline void store_some(float* p, Floats a, int n) {
   } else {
     store_part(p, a, n);
   }
-}
-
-template <int distance>
-Ints swap_lanes(Ints a) {
-  return bits_of(swap_lanes<distance>(from_bits(a)));
-}
-inline int32_t first_lane(Ints a) {
-  const float lane = first_lane(from_bits(a));
-  int32_t bits;
-  __builtin_memcpy(&bits, &lane, 4);
-  return bits;
-}
-
-inline int32_t max_lane(Ints lanes) {
-  lanes = max(lanes, swap_lanes<8>(lanes));
-  lanes = max(lanes, swap_lanes<4>(lanes));
-  lanes = max(lanes, swap_lanes<2>(lanes));
-  return first_lane(max(lanes, swap_lanes<1>(lanes)));
-}
-
-inline int32_t sum_of_lanes(Ints lanes) {
-  lanes = add(lanes, swap_lanes<8>(lanes));
-  lanes = add(lanes, swap_lanes<4>(lanes));
-  lanes = add(lanes, swap_lanes<2>(lanes));
-  return first_lane(add(lanes, swap_lanes<1>(lanes)));
 }
 
 // A group of 16 V inputs, whole. Returns the bits of its largest magnitude: magnitudes compare as
