@@ -383,6 +383,14 @@ def test_told_to_end_it_leaves_no_scratch_file(tmp_path: Path, name: str) -> Non
     assert not any(tmp_path.iterdir())
 
 
+def test_python_runs_the_package_as_the_command() -> None:
+    command = [sys.executable, "-m", "headrace"]
+    version = subprocess.run([*command, "--version"], capture_output=True, check=False, text=True)
+    assert version.returncode == 0 and version.stdout.startswith("headrace ")
+    wrong = subprocess.run([*command, "nosuch"], capture_output=True, check=False, text=True)
+    assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
+
+
 def test_a_closed_pipe_is_no_traceback(tiny: Path) -> None:
     command = [sys.executable, "-c", "from headrace.cli import main; main()", "run", str(tiny)]
     reader, writer = os.pipe()
