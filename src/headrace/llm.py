@@ -685,31 +685,36 @@ def resolve_model(model: str | Path) -> Path:
                 f"this installation holds no demo model: {path}\nhint: name a checkpoint"
             )
         return path
-    found = _expanded(model)
+    found = find_model(model)
     if found is None:
-        is_id = is_hub_id(str(model))
-        pulled = find_pulled(str(model)) if is_id else None
-        if pulled is not None:
-            return pulled
-        raise CheckpointError(
-            f"no such model: {model}\nexpected a directory, a GGUF file or `{DEMO}`"
-            + (f"\nhint: if it is on the hub, run `headrace pull {model}`" if is_id else "")
-        )
+        raise CheckpointError(no_such_model(model))
     return found
+
+
+def find_model(model: str | Path) -> Path | None:
+    """Find what a path or the id of a pulled model names; None if nothing is there.
+
+    Raises:
+        CheckpointError: its download is not complete.
+    """
+    found = _expanded(model)
+    return find_pulled(str(model)) if found is None and is_hub_id(str(model)) else found
+
+
+def no_such_model(model: str | Path) -> str:
+    """Say that nothing is there, and what would be a model."""
+    message = (
+        f"no such model: {model}\n"
+        f"expected a directory, a GGUF file, a hub id OWNER/NAME that was pulled, or `{DEMO}`"
+    )
+    if is_hub_id(str(model)):
+        message += f"\nhint: if it is on the hub, run `headrace pull {model}`"
+    return message
 
 
 def is_hub_id(text: str) -> bool:
     """Whether a word has the form OWNER/NAME."""
     return _HUB_ID.fullmatch(text) is not None
-
-
-def is_model_name(text: str) -> bool:
-    """Whether a word names a model and is no prompt: it exists, or looks like an id or path."""
-    if not text:
-        return False
-    if text == DEMO or _HUB_ID.fullmatch(text) or text.startswith(("./", "../", "/", "~/")):
-        return True
-    return _expanded(text) is not None
 
 
 def _expanded(model: str | Path) -> Path | None:

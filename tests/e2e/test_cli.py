@@ -74,7 +74,7 @@ def test_run_json_is_one_object_and_nothing_else(cli: Any, tiny: Path) -> None:
     assert report["receipt"]["memory_ceiling_bytes"] == 4 << 30
 
 
-def test_one_word_that_is_no_model_is_a_prompt_for_the_demo(
+def test_words_that_are_no_model_are_a_prompt_for_the_demo(
     cli: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(headrace.llm, "__file__", str(tmp_path / "llm.py"))
@@ -85,11 +85,35 @@ def test_one_word_that_is_no_model_is_a_prompt_for_the_demo(
     told = cli("run", "Once upon", "--json", "-n", 2, *QUIET)
     assert json.loads(told.out)["model"] == "demo"
     assert json.loads(told.out)["receipt"]["prompt_tokens"] == 9
+    assert "no MODEL is named: a prompt for the demo" in told.err
     alone = json.loads(cli("run", "--json", "-n", 2, *QUIET).out)
     asked = json.loads(cli("run", DEMO_PROMPT, "--json", "-n", 2, *QUIET).out)
     assert alone["receipt"]["prompt_tokens"] == asked["receipt"]["prompt_tokens"] > 15
     only_model = json.loads(cli("run", tiny, "--json", "-n", 2, *QUIET).out)
     assert only_model["receipt"]["prompt_tokens"] == 15  # "Once upon a time"
+
+
+@pytest.mark.parametrize(
+    "word", ["qwen3-30b", "hello", "model.gguf", "./missing", "~/of nobody", "owner/name"]
+)
+def test_a_word_alone_is_a_model_and_never_quietly_a_prompt(
+    cli: Any, word: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HEADRACE_MODELS", str(tmp_path))
+    result = cli("run", word, *QUIET)
+    assert result.status == 1 and result.out == ""
+    assert f"no such model: {word}\nexpected a directory" in result.err
+    assert "if it is a prompt, `headrace run demo PROMPT`" in result.err
+    assert ("headrace pull owner/name" in result.err) == (word == "owner/name")
+    assert cli("run", "demo", word, "-n", 1, *QUIET).status == 0
+
+
+def test_a_folder_with_a_space_in_its_name_is_a_model(
+    cli: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my model").symlink_to(tiny)
+    monkeypatch.chdir(tmp_path)
+    assert json.loads(cli("run", "my model", "--json", "-n", 1, *QUIET).out)["model"] == "my model"
 
 
 def test_a_dash_reads_the_prompt_from_stdin(cli: Any, feed: Any, tiny: Path) -> None:
@@ -357,7 +381,7 @@ def test_ctrl_c_while_loading_is_quiet() -> None:
     code += "import headrace.llm as l\n"
     code += "def wait(*a, **k):\n print('loading', flush=True); import time; time.sleep(60)\n"
     code += "l.LLM.__init__ = wait\nfrom headrace.cli import main\n"
-    code += "sys.argv = ['headrace', 'run', 'hello']\nmain()"
+    code += "sys.argv = ['headrace', 'run', 'demo']\nmain()"
     pipe = subprocess.PIPE
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.options import takes
+from headrace.cli.options import MODEL_HELP, takes
 from headrace.config import EngineConfig, SamplingParams
 from headrace.errors import EngineError
 
@@ -36,9 +36,7 @@ QUOTES = '"""'
 
 @takes(EngineConfig, SamplingParams, without=("sequences", "profile"))
 def command(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="a checkpoint directory or `demo`")
-    ] = "demo",
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = "demo",
     system: Annotated[
         str | None, typer.Option(help="the system message", show_default=False)
     ] = None,

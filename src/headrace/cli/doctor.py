@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from headrace.cli.options import Json
+from headrace.cli.options import MODEL_HELP, Json
 
 if TYPE_CHECKING:
     from headrace.doctor import Finding
@@ -19,7 +19,8 @@ _STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 def command(
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="look at it, too", show_default=False)
+        str | None,
+        typer.Argument(metavar="MODEL", help=f"look at it, too: {MODEL_HELP}", show_default=False),
     ] = None,
     deep: Annotated[
         bool, typer.Option("--deep", help="read every byte of MODEL and compare checksums")

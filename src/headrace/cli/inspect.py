@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.options import Json
+from headrace.cli.options import MODEL_HELP, Json
 
 if TYPE_CHECKING:
     from headrace.inspect import VerifyReport
 
 
 def command(
-    model: Annotated[str, typer.Argument(metavar="MODEL")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     verify: Annotated[bool, typer.Option("--verify", help="read and check every byte")] = False,
     as_json: Json = False,
 ) -> int:

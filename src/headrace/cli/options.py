@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
+MODEL_HELP = "a folder, a GGUF file, the id of a pulled model, or `demo`"
+
 _PANELS = {
     SamplingParams: "Answer",
     EngineConfig: "Memory and speed (never change a token)",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.options import Json, takes, usage
+from headrace.cli.options import MODEL_HELP, Json, takes, usage
 from headrace.config import LOSSY_OPTIONS, EngineConfig, parse_bytes
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def _rate(text: str) -> float:
 
 @takes(EngineConfig, without=("trace", "profile", *LOSSY_OPTIONS))
 def command(
-    model: Annotated[str, typer.Argument(metavar="MODEL")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     drive_bytes_per_s: Annotated[
         Any,
         typer.Option(

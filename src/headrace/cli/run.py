@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.options import Json, takes
+from headrace.cli.options import MODEL_HELP, Json, takes
 from headrace.config import EngineConfig, SamplingParams
+from headrace.errors import CheckpointError
 
 if TYPE_CHECKING:
     from headrace.llm import LLM, Completion, Stream
@@ -21,15 +22,14 @@ DEFAULT_PROMPT = "Once upon a time"
 def command(
     model: Annotated[
         str | None,
-        typer.Argument(
-            metavar="MODEL", help="a checkpoint directory or `demo`", show_default="demo"
-        ),
+        typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default="demo"),
     ] = None,
     prompt: Annotated[
         str | None,
         typer.Argument(
             metavar="PROMPT",
-            help="the text; `-` reads it from stdin",
+            help="the text; `-` reads it from stdin. Alone, several words are a PROMPT for the "
+            "demo, and one word is MODEL",
             show_default="the beginning of a story",
         ),
     ] = None,
@@ -72,10 +72,22 @@ def command(
 
 
 def _model_and_prompt(first: str | None, second: str | None) -> tuple[str, str]:
-    """Tell `run PROMPT` from `run MODEL`, and read a prompt of `-` from stdin."""
-    from headrace.llm import DEMO, is_model_name
+    """Tell `run PROMPT` from `run MODEL`, and read a prompt of `-` from stdin.
 
-    if second is None and first is not None and not is_model_name(first):
+    Raises:
+        CheckpointError: a word alone that names no model. It is more often a slip in MODEL than a
+            prompt, and taken for one it would run another model than was meant.
+    """
+    from headrace.cli.report import say
+    from headrace.llm import DEMO, find_model, no_such_model
+
+    if first is not None and second is None and first != DEMO and find_model(first) is None:
+        if not _is_text(first):
+            raise CheckpointError(
+                f"{no_such_model(first)}\n"
+                "hint: a word alone is MODEL; if it is a prompt, `headrace run demo PROMPT`"
+            )
+        say("no MODEL is named: a prompt for the demo")
         first, second = DEMO, first
     model = DEMO if first is None else first
     if second == "-":
@@ -83,6 +95,14 @@ def _model_and_prompt(first: str | None, second: str | None) -> tuple[str, str]:
     if second is None:
         return model, DEMO_PROMPT if model == DEMO else DEFAULT_PROMPT
     return model, second
+
+
+def _is_text(argument: str) -> bool:
+    """Whether what names no model is a prompt: several words that do not begin as a path does,
+    none, or the `-` that stands for stdin.
+    """
+    is_path = argument.startswith(("./", "../", "/", "~"))
+    return argument in ("", "-") or (not is_path and any(map(str.isspace, argument)))
 
 
 def _start(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.options import Json, parsed_bytes, takes, usage
+from headrace.cli.options import MODEL_HELP, Json, parsed_bytes, takes, usage
 from headrace.config import LOSSY_OPTIONS, POLICIES, EngineConfig, ExpertConfig, SamplingParams
 from headrace.errors import ConfigError
 from headrace.metrics import format_bytes
@@ -29,9 +29,7 @@ _CHART_ROWS = 12
 @takes(EngineConfig, SamplingParams, without=("sequences", "trace", "profile", *LOSSY_OPTIONS))
 def record(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="the trace; continued if it exists")],
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="a checkpoint directory or `demo`")
-    ] = "demo",
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = "demo",
     prompts: Annotated[
         Path | None,
         typer.Option(help="a file of prompts, one a line", show_default="one of our own"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.options import Json, takes
+from headrace.cli.options import MODEL_HELP, Json, takes
 from headrace.config import LOSSY_OPTIONS, TUNE_MINUTES, TUNE_TOKENS, EngineConfig
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @takes(EngineConfig, without=("sequences", "profile", "trace", "tuned", *LOSSY_OPTIONS))
 def command(
-    model: Annotated[str, typer.Argument(metavar="MODEL")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     minutes: Annotated[float, typer.Option(min=0, help="time for all measurements")] = TUNE_MINUTES,
     tokens: Annotated[int, typer.Option(min=2, help="tokens decoded in each run")] = TUNE_TOKENS,
     as_json: Json = False,
