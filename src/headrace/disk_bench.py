@@ -6,8 +6,8 @@ figures rest on. A figure whose bytes came from a cache of this machine is left 
 
 import contextlib
 import os
+import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -123,21 +123,30 @@ def _scratch(folder: Path, num_bytes: int, progress: Progress) -> Iterator[Path]
             f"expected {format_bytes(num_bytes)} and {format_bytes(RESERVE_BYTES)} to spare, "
             f"got {format_bytes(free)}\nhint: give a smaller `--max-read`, or a file to read"
         )
+    # Named before it is made, so that no moment is left at which a signal would leave it behind.
+    path = folder / f".headrace-disk-{secrets.token_hex(8)}"
     try:
-        file = tempfile.NamedTemporaryFile(prefix=".headrace-disk-", dir=folder)  # noqa: SIM115
+        _fill_random(path, num_bytes, progress)
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _fill_random(path: Path, num_bytes: int, progress: Progress) -> None:
+    random = np.random.default_rng()  # before the file: its import swallows what a signal raises
+    try:
+        file = path.open("xb")
     except OSError as error:
         raise ConfigError(
-            f"cannot write a scratch file: {folder}: {error.strerror}\n"
+            f"cannot write a scratch file: {path.parent}: {error.strerror}\n"
             "hint: name a directory that can be written, or a file to read"
         ) from None
     with file:
-        random = np.random.default_rng()
         for at in range(0, num_bytes, PIECE_BYTES):
             file.write(random.bytes(min(PIECE_BYTES, num_bytes - at)))
             progress("writing a scratch file", min(num_bytes, at + PIECE_BYTES), num_bytes)
         file.flush()
         os.fsync(file.fileno())
-        yield Path(file.name)
 
 
 @dataclass(frozen=True)

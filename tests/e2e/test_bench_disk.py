@@ -102,6 +102,25 @@ def test_a_scratch_file_goes_away_after_a_failure(
     assert status == 1 and "errno 5" in err and list(folder.iterdir()) == []
 
 
+def test_a_signal_as_the_scratch_file_is_made_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, opened = [], Path.open
+
+    def told_to_end(path: Path, mode: str) -> None:
+        opened(path, mode).close()
+        made.append(path)
+        raise SystemExit(143)
+
+    monkeypatch.setattr(Path, "open", told_to_end)
+    with (
+        pytest.raises(SystemExit),
+        open_target(tmp_path, RECORD, 1 << 20, lambda *_: None, seed=0),
+    ):
+        pass
+    assert len(made) == 1 and list(tmp_path.iterdir()) == []
+
+
 def test_a_full_drive_is_refused_before_and_survived_while_writing(
     cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,10 +144,10 @@ def test_a_full_drive_is_refused_before_and_survived_while_writing(
 def test_a_directory_that_cannot_be_written_is_said(
     cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(**_: object) -> None:
+    def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(disk_bench.tempfile, "NamedTemporaryFile", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     status, _, err = cli("bench", "disk", tmp_path)
     assert status == 1 and "cannot write a scratch file" in err and "hint: " in err
 
