@@ -289,6 +289,25 @@ def test_chat_from_a_pipe(cli: Any, feed: Any, tiny_chat: Path, tmp_path: Path) 
     assert result.out.splitlines()[0] == messages[1]["content"]
 
 
+def test_a_message_may_begin_with_a_slash(
+    cli: Any, feed: Any, tiny_chat: Path, tmp_path: Path
+) -> None:
+    saved = tmp_path / "talk.json"
+    said = ["//etc", "/etc", "/", "/usr/bin:\\", "more", "//", "/exit the loop", "/reset all"]
+    feed("\n".join([*said, f"/save\t{saved}", "/quit", "never read"]))
+    result = cli("chat", tiny_chat, "-n", 2, "--temperature", 0, "--ignore-eos", *QUIET)
+    assert result.status == 0, result.err
+    messages = json.loads(saved.read_text())["messages"]
+    assert [m["content"] for m in messages[::2]] == ["/etc", "/"]
+    assert "unknown command /etc; /help lists them, and //etc is a message" in result.err
+    assert "unknown command /; " in result.err and "unknown command /usr/bin:; " in result.err
+    assert "/exit takes nothing; //exit begins a message" in result.err
+    assert "/reset takes nothing" in result.err
+    assert "//etc sends /etc" in " ".join(cli("chat", "--help").out.split())
+    feed("/help\n")
+    assert "//..." in cli("chat", tiny_chat, *QUIET).err
+
+
 def test_chat_survives_a_message_that_is_too_long(cli: Any, feed: Any, tiny_chat: Path) -> None:
     feed("a" * 500 + "\nhi\n")
     result = cli("chat", tiny_chat, "-n", 3, *QUIET)

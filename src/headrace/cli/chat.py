@@ -29,9 +29,11 @@ HELP = """\
 /save FILE     write the conversation as JSON
 /help          this list
 /exit          leave, as Ctrl-D does
+//...          a message that begins with /
 A line that ends with \\ goes on, \"\"\" begins and ends several lines, Alt-Enter breaks a line.
 Ctrl-C ends an answer."""
 QUOTES = '"""'
+LEAVE = ("exit", "quit")
 
 
 @takes(EngineConfig, SamplingParams, without=("sequences", "profile"))
@@ -44,7 +46,11 @@ def command(
     engine: EngineConfig,
     sampling: SamplingParams,
 ) -> None:
-    """Talk with MODEL."""
+    """Talk with MODEL.
+
+    A line is a message, and one that begins with / a command: /help lists them. Of two slashes the
+    second begins a message: //etc sends /etc. Where stdin is no terminal, its lines are taken.
+    """
     from headrace.cli.report import describe, say
     from headrace.cli.wait import loading
     from headrace.llm import LLM
@@ -82,12 +88,10 @@ class Session:
 
         if not text.strip():
             return True
-        if not text.startswith("/"):
-            self._answer(text)
+        if not text.startswith("/") or text.startswith("//"):
+            self._answer(text.removeprefix("/"))
             return True
-        name, _, rest = text[1:].strip().partition(" ")
-        if name in ("exit", "quit"):
-            return False
+        name, *rest = text[1:].split(maxsplit=1) or [""]
         actions: dict[str, Callable[[str], None]] = {
             "reset": self._reset,
             "system": self._set_system,
@@ -95,10 +99,14 @@ class Session:
             "save": self._save,
             "help": self._help,
         }
-        if name in actions:
-            actions[name](rest.strip())
+        if name not in (*actions, *LEAVE):
+            say(f"unknown command /{name}; /help lists them, and //{name} is a message", style="")
+        elif rest and name not in ("system", "save"):
+            say(f"/{name} takes nothing; //{name} begins a message", style="")
+        elif name in LEAVE:
+            return False
         else:
-            say(f"unknown command /{name}; /help lists them", style="")
+            actions[name]("".join(rest).strip())
         return True
 
     def _answer(self, text: str) -> None:
