@@ -11,8 +11,13 @@
     └── ShapeError             (ValueError)       an array is not of the shape or dtype an op takes
 
 A message says what, where, expected and got, in units, then one hint that can be acted on. The
-native core raises the same classes: `_core` translates its errors by kind.
+native core raises the same classes: `_core` translates its errors by kind. An address in a message
+goes through `hide_credentials`.
 """
+
+import re
+
+_CREDENTIALS = re.compile(r"://\S*@")
 
 
 class EngineError(Exception):
@@ -49,3 +54,8 @@ class NumericError(EngineError, ArithmeticError):
 
 class ShapeError(EngineError, ValueError):
     """An array's shape, dtype or memory layout is not what the operation takes."""
+
+
+def hide_credentials(text: str) -> str:
+    """Write `***` for the user, password or token that a URL names before its host."""
+    return _CREDENTIALS.sub("://***@", text)

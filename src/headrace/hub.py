@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import platformdirs
 
@@ -27,7 +28,7 @@ from headrace.checkpoint.container import is_container
 from headrace.checkpoint.huggingface import TOKENIZER_FILES, sample_offsets
 from headrace.checkpoint.jsonfile import parse_object
 from headrace.checkpoint.safetensors import INDEX_NAME, MAX_HEADER_BYTES, SINGLE_NAME
-from headrace.errors import CheckpointError, ConfigError
+from headrace.errors import CheckpointError, ConfigError, EngineError, hide_credentials
 
 PULLED_NAME = "headrace-pull.json"
 """Written into a pulled folder when its last file is there."""
@@ -163,7 +164,7 @@ class Repository:
                 raise CheckpointError(
                     f"the server sends whole files only: {name} of {self.repo_id}\n"
                     f"expected status 206 for a range, got {response.status_code} from "
-                    f"{self.endpoint}"
+                    f"{hide_credentials(self.endpoint)}"
                 )
             got = 0
             for piece in response.iter_bytes():
@@ -186,30 +187,60 @@ def open_repository(repo_id: str, revision: str | None = None) -> Repository:
     Raises:
         CheckpointError: no such repository or revision, gated, no network, or no safetensors.
     """
-    from huggingface_hub import HfApi
-
-    endpoint = os.environ.get("HF_ENDPOINT") or None
-    api = HfApi(endpoint=endpoint)
     if is_offline():
         raise CheckpointError(
             f"{repo_id} was not pulled, and HF_HUB_OFFLINE forbids the network\n"
             f"expected it at {pulled_folder(repo_id)}"
         )
+    api = _open_client()
     with translated(repo_id, api.endpoint):
         info = api.model_info(repo_id, revision=revision, files_metadata=True, timeout=30)
+    shown = hide_credentials(api.endpoint)
     sizes = {s.rfilename: s.size for s in info.siblings or ()}
     found = {n: s for n, s in sizes.items() if isinstance(s, int) and s >= 0 and "/" not in n}
     if not info.sha:
-        raise CheckpointError(f"the hub names no commit of {repo_id}: {api.endpoint}")
+        raise CheckpointError(f"the hub names no commit of {repo_id}: {shown}")
     small = (CONFIG_NAME, GENERATION_CONFIG_NAME, *TOKENIZER_FILES)
     files = {name: found[name] for name in small if name in found}
     if CONFIG_NAME not in files:
-        raise CheckpointError(f"no {CONFIG_NAME} in the repository: {repo_id}, {api.endpoint}")
+        raise CheckpointError(f"no {CONFIG_NAME} in the repository: {repo_id}, {shown}")
     shards = _shards(Repository(repo_id, info.sha, api.endpoint, found, ()), found)
     if INDEX_NAME in found and SINGLE_NAME not in shards:
         files[INDEX_NAME] = found[INDEX_NAME]
     files.update({name: found[name] for name in shards})
     return Repository(repo_id, info.sha, api.endpoint, files, shards)
+
+
+def _open_client() -> Any:
+    """Return the hub's client, with the address of $HF_ENDPOINT if that is set.
+
+    Raises:
+        ConfigError: an environment variable of the client is malformed; it may hold a password, so
+            its value is not shown.
+    """
+    endpoint = os.environ.get("HF_ENDPOINT") or None
+    if endpoint is not None and not _is_address(endpoint):
+        raise ConfigError(
+            "HF_ENDPOINT is no address of a hub\n"
+            "expected https://HOST, also with a port or a path; what it holds is not shown"
+        )
+    try:
+        from huggingface_hub import HfApi
+    except ValueError as error:  # it reads its variables when it is imported
+        raise ConfigError(
+            f"an environment variable of huggingface_hub is malformed: {error}\n"
+            "hint: look at those that begin with HF_"
+        ) from None
+    return HfApi(endpoint=endpoint)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        has_host = bool(parts.hostname) and parts.port != 0  # asked for, the port is checked
+    except ValueError:
+        return False
+    return has_host and parts.scheme in ("http", "https") and not (parts.query or parts.fragment)
 
 
 def _shards(repository: Repository, found: Mapping[str, int]) -> tuple[str, ...]:
@@ -303,44 +334,55 @@ def _read_samples(repository: Repository, name: str, data_start: int) -> dict[in
 
 @contextlib.contextmanager
 def translated(repo_id: str, endpoint: str) -> Iterator[None]:
-    """Turn what the client library raises into one clear message."""
+    """Turn what the client library raises into one clear message, without credentials."""
     from huggingface_hub import errors
 
+    shown = hide_credentials(endpoint)
     try:
         yield
-    except CheckpointError:
+    except EngineError:
         raise
     except errors.GatedRepoError:
         raise CheckpointError(
-            f"repository is gated: {repo_id}, {endpoint}\n"
+            f"repository is gated: {repo_id}, {shown}\n"
             "hint: accept its terms on its page, then run `hf auth login` or set HF_TOKEN"
         ) from None
     except errors.RepositoryNotFoundError:
         raise CheckpointError(
-            f"no such repository, or a private one: {repo_id}, {endpoint}\n"
+            f"no such repository, or a private one: {repo_id}, {shown}\n"
             "hint: check the spelling OWNER/NAME; for a private one set HF_TOKEN"
         ) from None
     except errors.RevisionNotFoundError:
-        raise CheckpointError(f"no such revision of {repo_id}, {endpoint}") from None
+        raise CheckpointError(f"no such revision of {repo_id}, {shown}") from None
     except errors.EntryNotFoundError as error:
-        raise CheckpointError(f"no such file in {repo_id}, {endpoint}\n{error}") from None
+        text = hide_credentials(str(error))
+        raise CheckpointError(f"no such file in {repo_id}, {shown}\n{text}") from None
     except errors.HFValidationError as error:
-        raise CheckpointError(f"no repository id: {repo_id}\n{error}") from None
+        text = hide_credentials(f"{repo_id}\n{error}")
+        raise CheckpointError(f"no repository id: {text}") from None
     except Exception as error:
-        if not isinstance(error, (*_connection_errors(), errors.HfHubHTTPError)):
+        if isinstance(error, (*_connection_errors(), errors.HfHubHTTPError)):
+            hint = "check the network; what was downloaded is kept, and the same command goes on"
+        elif isinstance(error, (_http().InvalidURL, ValueError, ImportError)):
+            hint = "check HF_TOKEN and the proxy (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY)"
+        else:
             raise
+        text = str(error).strip().partition("\n")[0]
         raise CheckpointError(
-            f"cannot read {repo_id} from the hub: {endpoint}\n"
-            f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}\n"
-            "hint: check the network; what was downloaded is kept, and the same command goes on"
+            f"cannot read {repo_id} from the hub: {shown}\n"
+            f"{type(error).__name__}: {hide_credentials(text)}\nhint: {hint}"
         ) from None
 
 
 def _connection_errors() -> tuple[type[Exception], ...]:
     """What a connection that fails or is cut raises; an answer with an error status is none."""
+    return (_http().TransportError, ConnectionError)
+
+
+def _http() -> Any:
+    """The module that the hub's client speaks HTTP with: httpx, or its successor."""
     errors: Any = importlib.import_module("huggingface_hub.errors")
-    module = sys.modules[errors.HTTPError.__module__.partition(".")[0]]  # httpx, or its successor
-    return (module.TransportError, ConnectionError)
+    return sys.modules[errors.HTTPError.__module__.partition(".")[0]]
 
 
 def note_pulled(folder: Path, repository: Repository) -> None:

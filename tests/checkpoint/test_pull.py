@@ -1,7 +1,10 @@
 """Pulling from a server on this machine: what is fetched, what a cut does, what is refused."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -269,6 +272,71 @@ def test_no_network(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE forbids"):
         open_repository(REPO)
+
+
+@pytest.mark.parametrize("status", [500, 503, 429, 401])
+def test_no_message_shows_the_credentials_of_the_address(
+    status: int, server: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = server.endpoint.removeprefix("http://")
+    monkeypatch.setenv("HF_ENDPOINT", f"http://user:secret@{address}")
+    server.errors[REPO] = (status, "")
+    with pytest.raises(
+        CheckpointError, match=rf"http://\*\*\*@{address}\n.*http://\*\*\*@"
+    ) as error:
+        open_repository(REPO)
+    assert "secret" not in str(error.value)
+
+
+def test_neither_does_a_warning_of_the_client(server: HubServer, tmp_path: Path) -> None:
+    server.cuts[SHARD] = [20_000] * 5  # four for the header, one for the client
+    address = server.endpoint.replace("://", "://user:secret@")
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace", "pull", REPO, "--to", tmp_path / "to"],
+        capture_output=True, check=False, text=True, env={**os.environ, "HF_ENDPOINT": address},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Error while downloading from http://***@127.0.0.1" in done.stderr
+    assert "secret" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "user:secret@host", "ftp://user:secret@host", "http://user:secret@host:99999",
+        "http://user:sec/ret@host", "http://host?token=secret", "http://", "secret",
+    ],
+)  # fmt: skip
+def test_an_endpoint_that_is_no_address_is_refused_and_not_shown(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    with pytest.raises(ConfigError, match="HF_ENDPOINT is no address of a hub") as error:
+        open_repository(REPO)
+    assert "secret" not in str(error.value) and "sec/" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("HTTP_PROXY", "foo://user:secret@127.0.0.1:9", "check HF_TOKEN and the proxy"),
+        ("HTTP_PROXY", "http://user:secret@127.0.0.1:x", "check HF_TOKEN and the proxy"),
+        ("HF_TOKEN", "hf_secr\u00e9t", "check HF_TOKEN and the proxy"),
+        ("HF_HUB_DOWNLOAD_TIMEOUT", "secret", "those that begin with HF_"),
+    ],
+)
+def test_a_malformed_variable_of_the_client_is_no_bug_of_ours(
+    variable: str, value: str, message: str
+) -> None:
+    program = "from headrace.cli import main; main()"
+    given = {"HF_ENDPOINT": "http://127.0.0.1:9", "NO_PROXY": "", variable: value}
+    done = subprocess.run(
+        [sys.executable, "-c", program, "plan", "owner/never-pulled"],
+        capture_output=True, check=False, text=True, env={**os.environ, **given},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert message in done.stderr and "this is a bug" not in done.stderr
+    assert "user:secret" not in done.stderr and "hf_secr" not in done.stderr
 
 
 def test_no_safetensors(server: HubServer, source: Path) -> None:

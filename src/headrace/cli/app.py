@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from headrace.errors import EngineError
+from headrace.errors import EngineError, hide_credentials
 
 # Typer carries click along under changing names; its public BadParameter leads to the classes.
 _UsageError: Any
@@ -108,6 +108,7 @@ def main() -> None:
     _forget_no_width()
     _end_in_order()
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    logging.setLogRecordFactory(_record_without_credentials)
     sys.exit(_run(sys.argv[1:]))
 
 
@@ -157,6 +158,13 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
+def _record_without_credentials(*args: Any, **options: Any) -> logging.LogRecord:
+    """Make a log record; those of the hub's client name addresses as they are."""
+    record = logging.LogRecord(*args, **options)
+    record.msg, record.args = hide_credentials(record.getMessage()), None
+    return record
+
+
 def _run(arguments: list[str]) -> int:
     try:
         arguments = [_utf8(argument) for argument in arguments]
@@ -203,5 +211,5 @@ def _utf8(argument: str) -> str:
 
 
 def _fail(message: str) -> int:
-    print(f"headrace: {message}", file=sys.stderr)
+    print(f"headrace: {hide_credentials(message)}", file=sys.stderr)
     return 1
