@@ -51,7 +51,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe("mxfp4", "bf16"), Recipe("q8", "q4", 32)])
+@pytest.mark.parametrize(
+    "recipe", [Recipe(), Recipe("mxfp4", "bf16"), Recipe("q8", "q4", 32), Recipe("f32", "f32")]
+)
 def test_container_is_sound(recipe: Recipe, tmp_path: Path) -> None:
     report = synthesize(TINY, tmp_path / "out", recipe=recipe)
     assert verify(tmp_path / "out").is_sound

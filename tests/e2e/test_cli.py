@@ -160,7 +160,7 @@ def test_seed_and_stop_reach_the_sampler(cli: Any, tiny: Path) -> None:
         ["convert", "x", "y", "--experts", "q5"],
         ["convert", "x", "y", "--group", "16"],
         ["convert", "x", "y", "--experts", "q8", "--group", "32"],
-        ["convert", "x", "y", "--experts", "f32"],
+        ["convert", "x", "y", "--experts", "f16"],
         ["convert", "x", "y.gguf", "--experts", "q5"],
         ["convert", "x", "y.gguf", "--experts", "q4", "--group", "32"],
         ["synth", "qwen3-30b-a3b", "y", "--experts", "mxfp4", "--dense", "bf16", "--group", "64"],

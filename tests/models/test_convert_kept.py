@@ -161,6 +161,27 @@ def test_codes_and_the_same_values_in_f32_are_quantised_alike(tmp_path: Path) ->
     assert opened(made[0]).dense_checksums[name] == opened(made[1]).dense_checksums[name]
 
 
+@pytest.mark.parametrize("type", TYPES)
+def test_f32_holds_the_values_of_any_type(tmp_path: Path, type: str) -> None:
+    held = model_tensors("qwen3_moe", type, type)
+    for name, tensors in (
+        ("held", held),
+        ("widened", {n: _widened(*tensor) for n, tensor in held.items()}),
+    ):
+        source = tmp_path / f"{name}.gguf"
+        source.write_bytes(pack_file(model_metadata("qwen3_moe"), tensors))
+        report = convert(source, tmp_path / name, Recipe("f32", "f32"))
+        assert not report.requantised
+    table = "model.embed_tokens.weight"  # by row, as the source has it
+    made = [opened(tmp_path / name).dense_checksums for name in ("held", "widened")]
+    assert {n: s for n, s in made[0].items() if n != table} == {
+        n: s for n, s in made[1].items() if n != table
+    }
+    for layer in range(2):
+        file = f"experts-{layer:03}.safetensors"
+        assert (tmp_path / "held" / file).read_bytes() == (tmp_path / "widened" / file).read_bytes()
+
+
 def _widened(type: str, shape: Any, raw: bytes) -> tuple[str, Any, bytes]:
     if type == "F32":
         return type, shape, raw

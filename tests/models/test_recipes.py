@@ -1,4 +1,4 @@
-"""Containers made from the fixtures: bf16 changes no bit, and quantised ones keep the contract."""
+"""Containers made from the fixtures: floats change no bit, and quantised ones keep the contract."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,12 +19,13 @@ from headrace import _core
 from headrace.convert import Recipe, convert
 
 
+@pytest.mark.parametrize("format", ["bf16", "f32"])
 @pytest.mark.parametrize(("name", "case"), list_cases(), ids="-".join)
-def test_a_bf16_container_gives_the_bits_of_its_source(
-    name: str, case: str, tmp_path: Path
+def test_a_floating_container_gives_the_bits_of_its_source(
+    name: str, case: str, format: str, tmp_path: Path
 ) -> None:
     source = make_case(name, case, tmp_path / "source")
-    convert(source, tmp_path / "container", Recipe(experts="bf16", dense="bf16"))
+    convert(source, tmp_path / "container", Recipe(experts=format, dense=format))
     expected = read_expected(name, case)
     ids, greedy = expected["ids"].tolist(), expected["greedy"].tolist()
     found = []

@@ -48,10 +48,11 @@ _SAFETENSORS_NAMES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 
 
 SCALES = ("largest", "search")
+FORMATS = ("q4", "q8", "mxfp4", "bf16", "f32")
+"""What weights may be packed in on request; f32 rounds none that a source holds as floats."""
 KEEP = "keep"
 """In place of a format: the one that the source's reader gives a matrix; nothing is rounded."""
-_DENSE_FORMATS = (KEEP, "q8", "q4", "bf16")
-_EXPERT_FORMATS = (KEEP, "q4", "q8", "bf16", "mxfp4")
+_CHOICES = (KEEP, *FORMATS)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Rule:
     group: int
 
     def __post_init__(self) -> None:
-        _require("rule's format", self.format, _EXPERT_FORMATS)
+        _require("rule's format", self.format, _CHOICES)
         _require(f"group of {self.format}", self.group, _GROUPS.get(self.format, (1,)))
 
 
@@ -87,11 +88,11 @@ class Recipe:
     """Checksum of the importance matrix that weighted the errors; None: there was none."""
 
     def __post_init__(self) -> None:
-        _require("experts", self.experts, _EXPERT_FORMATS)
-        _require("dense", self.dense, _DENSE_FORMATS)
+        _require("experts", self.experts, _CHOICES)
+        _require("dense", self.dense, _CHOICES)
         _require("group", self.group, (32, 64))
         if self.head is not None:
-            _require("head", self.head, _DENSE_FORMATS)
+            _require("head", self.head, _CHOICES)
         _require("scales", self.scales, SCALES)
         if self.importance is not None and self.scales != "search":
             raise ConfigError("an importance matrix does nothing unless scales are searched")

@@ -31,14 +31,14 @@ def command(
     experts: Annotated[
         str | None,
         typer.Option(
-            help="format of experts: keep, q4, q8, mxfp4 or bf16; in GGUF also f32",
+            help="format of experts: keep, q4, q8, mxfp4, bf16 or f32",
             show_default="q4; keep if the source is quantised; in GGUF as in the source",
         ),
     ] = None,
     group: Group = None,
     head: Annotated[
         str | None,
-        typer.Option(help="format of the head: keep, q8, q4 or bf16", show_default="as --dense"),
+        typer.Option(help="format of the head: as of experts", show_default="as --dense"),
     ] = None,
     preset: Annotated[
         str | None, typer.Option(help="a whole recipe: small, balanced or faithful")
@@ -75,7 +75,7 @@ def command(
     dense: Annotated[
         str | None,
         typer.Option(
-            help="format of everything else: keep, q8, q4 or bf16; in GGUF also mxfp4 and f32",
+            help="format of everything else: as of experts",
             show_default="q8; keep if the source is quantised; in GGUF as in the source",
         ),
     ] = None,

@@ -129,11 +129,12 @@ def _build(config: type, values: dict[str, Any], **more: Any) -> Any:
 
 
 ExpertFormat: TypeAlias = Annotated[
-    str | None, typer.Option(help="format of experts: q4, q8, mxfp4 or bf16", show_default="q4")
+    str | None,
+    typer.Option(help="format of experts: q4, q8, mxfp4, bf16 or f32", show_default="q4"),
 ]
 DenseFormat: TypeAlias = Annotated[
     str | None,
-    typer.Option(help="format of everything else: q8, q4 or bf16", show_default="q8"),
+    typer.Option(help="format of everything else: as of experts", show_default="q8"),
 ]
 Group: TypeAlias = Annotated[
     int | None, typer.Option(help="inputs per scale of q4: 32 or 64", show_default="64")

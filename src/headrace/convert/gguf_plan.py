@@ -32,6 +32,7 @@ from headrace.checkpoint.gguf_names import (
 )
 from headrace.checkpoint.gguf_vocabulary import vocabulary_metadata
 from headrace.checkpoint.gguf_writer import GgufLayout, GgufTensorPlan
+from headrace.checkpoint.layout import FORMATS
 from headrace.checkpoint.records import FLOAT_FORMATS
 from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.models.names import NameTable
@@ -40,7 +41,6 @@ from headrace.models.rope import Rope
 from headrace.models.spec import ModelSpec
 from headrace.tokenizer import Tokenizer
 
-FORMATS = ("q4", "q8", "mxfp4", "bf16", "f32")
 _FLOATING = frozenset(FLOAT_FORMATS.values())
 _QUANTIZATION_VERSION = 2
 # `general.file_type`: what most of a file is, by the format of its largest part.

@@ -163,15 +163,12 @@ def _rules(content: Any, group: int, path: Path) -> tuple[Rule, ...]:
             raise ConfigError(f"{where}: `group` does nothing: it is q4's, not {format}'s")
         if any(rule.match == match for rule in rules):
             raise ConfigError(f"{where}: there is a rule for `{match}` already")
-        default = Recipe(group=group).group_of(format) if format in _FORMATS else 1
+        default = Recipe(group=group).group_of(format)
         try:
             rules.append(Rule(match, format, entry.get("group", default)))
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
     return tuple(rules)
-
-
-_FORMATS = (KEEP, "q4", "q8", "mxfp4", "bf16")
 
 
 def _require_known(content: Mapping[str, Any], known: Sequence[str], where: str) -> None:

@@ -63,11 +63,11 @@ class BitSource:
 
         Args:
             rng: decides which part of the pools is used.
-            format: "q4", "q8", "mxfp4" or "bf16".
-            group: inputs per scale; 1 for bf16.
+            format: "q4", "q8", "mxfp4", "bf16" or "f32".
+            group: inputs per scale; 1 for bf16 and f32.
             rows: a multiple of 16.
             cols: a multiple of `group`.
-            std: standard deviation of the weights; mxfp4 and bf16 take the nearest power of two.
+            std: standard deviation of the weights; mxfp4 and floats take the nearest power of two.
 
         Returns:
             [rows / 16, cols / group, bytes of a group] uint8.
@@ -77,6 +77,9 @@ class BitSource:
         shape = (rows // 16, cols // group)
         if format == "bf16":
             return self.rows(rng, rows, cols, std).view(np.uint8).reshape(*shape, 32)
+        if format == "f32":
+            wide = self.rows(rng, rows, cols, std).astype(np.uint32) << np.uint32(16)
+            return wide.view(np.uint8).reshape(*shape, 64)
         code_bytes = group * 16 if format == "q8" else group * 8
         scale_bytes = 16 if format == "mxfp4" else 32
         out = np.empty((*shape, code_bytes + scale_bytes), np.uint8)
