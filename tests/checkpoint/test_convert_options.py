@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from checkpoint_helpers import Shape, write_checkpoint
+from gguf_models import write_model
 
 from headrace.checkpoint import open_checkpoint
 from headrace.convert.importance import Importance
@@ -24,6 +25,8 @@ def source(tmp_path: Path) -> Path:
     (["--recipe", "x.toml", "--head", "q8"], "--head contradicts --recipe"),
     (["--recipe", "missing.toml"], "cannot read recipe missing.toml"),
     (["--scales", "best"], "unknown value for scales"),
+    (["--experts", "f32", "--dense", "bf16", "--scales", "largest"], "--scales does nothing"),
+    (["--experts", "f32", "--dense", "bf16", "--calibrate", "x"], "--calibrate does nothing"),
     (["--memory", "1GiB"], "--memory does nothing without"),
     (["--scales", "largest", "--calibrate", "x"], "--calibrate does nothing unless"),
     (["--scales", "largest", "--importance", "x"], "--importance does nothing unless"),
@@ -38,6 +41,20 @@ def test_options_that_make_no_sense(
     assert status == 2
     assert message in " ".join(err.split())
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--experts", "q4", "--dense", "q8"], "--experts does nothing"),
+    (["--group", "32", "--dense", "q8"], "--group 32 does nothing"),
+    (["--scales", "search", "--dense", "bf16"], "--scales does nothing"),
+])  # fmt: skip
+def test_a_dense_model_takes_no_options_of_experts(
+    cli: Any, tmp_path: Path, options: list[str], message: str
+) -> None:
+    source = write_model(tmp_path / "dense.gguf", "qwen3", "F16")
+    status, _, err = cli("convert", source, tmp_path / "out", *options)
+    assert status == 2
+    assert message in " ".join(err.split())
 
 
 @pytest.mark.parametrize("option", [

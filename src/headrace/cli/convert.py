@@ -149,10 +149,10 @@ def _open(
     """Open the source and work out its recipe, some of which depends on it."""
     from dataclasses import replace
 
-    from headrace.checkpoint.layout import KEEP
     from headrace.convert.recipe import PRESETS, default_for, preset_for, read_recipe
     from headrace.convert.source import open_source
     from headrace.llm import resolve_model
+    from headrace.quant_search import SEARCHED
 
     options = {"--experts": experts, "--group": group, "--dense": dense, "--head": head}
     given = [name for name, value in options.items() if value is not None]
@@ -172,10 +172,16 @@ def _open(
     elif recipe is None:
         default = default_for(opened.checkpoint)
         recipe = make_recipe(experts or default.experts, group, dense or default.dense, head)
-    if recipe.formats == {KEEP}:
+    is_dense = opened.checkpoint.records is None
+    if is_dense and experts is not None:
+        raise typer.BadParameter(f"--experts does nothing: {opened.path} is a dense model")
+    formats = (replace(recipe, experts=recipe.dense) if is_dense else recipe).formats
+    if group is not None and "q4" not in formats:
+        raise typer.BadParameter(f"--group {group} does nothing: no matrix becomes q4")
+    if formats.isdisjoint(SEARCHED):
         if scales is not None:
-            raise typer.BadParameter("--scales does nothing: no weight is rounded")
-        return opened, recipe
+            raise typer.BadParameter("--scales does nothing: no weight is rounded to codes")
+        return opened, replace(recipe, scales="largest")
     with usage():
         return opened, replace(recipe, scales=scales or "search")
 
