@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import sys
 import time
@@ -28,6 +27,7 @@ from headrace.checkpoint.container import is_container
 from headrace.checkpoint.huggingface import TOKENIZER_FILES, sample_offsets
 from headrace.checkpoint.jsonfile import parse_object
 from headrace.checkpoint.safetensors import INDEX_NAME, MAX_HEADER_BYTES, SINGLE_NAME
+from headrace.checkpoint.writer import write_json
 from headrace.errors import CheckpointError, ConfigError, EngineError, hide_credentials
 
 PULLED_NAME = "headrace-pull.json"
@@ -387,7 +387,7 @@ def _http() -> Any:
 
 def note_pulled(folder: Path, repository: Repository) -> None:
     """Write the note that a pull is complete."""
-    (folder / PULLED_NAME).write_text(json.dumps(_note(repository)) + "\n")
+    write_json(folder / PULLED_NAME, _note(repository))
 
 
 def require_same(folder: Path, repository: Repository) -> None:

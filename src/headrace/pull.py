@@ -9,6 +9,7 @@ source of one file, never both whole.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import os
 import shutil
@@ -43,6 +44,7 @@ from headrace.hub import (
 )
 
 SKELETON_SUFFIX = ".pulling"
+_HEADERS_PREFIX = "headrace-headers-"
 MAX_GAP = 1 << 16
 """Bytes between two ranges that are fetched along rather than asked around."""
 MAX_RANGE = 64 << 20
@@ -71,11 +73,46 @@ def remote_headers(repository: Repository) -> Iterator[Path]:
     It lies on the drive that the model would, where that can be written: the plan states its speed.
     """
     near = next(p for p in models_folder().absolute().parents if p.exists())
-    place = near if os.access(near, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="headrace-", dir=place) as name:
-        folder = Path(name) / repository.repo_id.rpartition("/")[2]
+    place = near if os.access(near, os.W_OK) else Path(tempfile.gettempdir())
+    with _headers_folder(place) as made:
+        folder = made / repository.repo_id.rpartition("/")[2]
         write_skeleton(repository, folder, with_samples=False)
         yield folder
+
+
+@contextlib.contextmanager
+def _headers_folder(place: Path) -> Iterator[Path]:
+    """Give a folder that is removed at the end, or by the next call if this process is killed.
+
+    The process holds a lock on it; the system drops that when the process ends, however it does.
+    """
+    with _locked(place):  # else another process takes one that has no lock yet for left behind
+        _remove_left_behind(place)
+        folder = Path(tempfile.mkdtemp(prefix=_HEADERS_PREFIX, dir=place))
+        lock = contextlib.ExitStack()
+        lock.enter_context(_locked(folder))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.close()
+
+
+def _remove_left_behind(place: Path) -> None:
+    for folder in place.glob(f"{_HEADERS_PREFIX}*"):
+        with contextlib.suppress(OSError), _locked(folder, wait=False):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, wait: bool = True) -> Iterator[None]:
+    """Hold the lock of a folder; without waiting, BlockingIOError if another process does."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
+    finally:
+        os.close(handle)
 
 
 def pull(repository: Repository, folder: Path, show: Show = lambda *_: None) -> PullReport:
@@ -92,12 +129,13 @@ def pull(repository: Repository, folder: Path, show: Show = lambda *_: None) -> 
     """
     if is_pulled(folder):
         require_same(folder, repository)
+        _forget_download(folder)  # its process may have been killed before
         return PullReport(folder, repository.total_bytes, already_there=True)
     _require_ours(folder)
     missing = sum(n for name, n in repository.files.items() if _size(folder / name) != n)
     begun = sum(p.stat().st_size for p in folder.glob(f"{_CLIENT_FOLDER}/**/*.incomplete"))
     _require_space(folder, max(0, missing - begun), f"the download of {repository.repo_id}")
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _CLIENT_FOLDER).mkdir(parents=True, exist_ok=True)
     done = 0
     for name, size in sorted(repository.files.items(), key=lambda item: item[1]):
         _download(repository, name, folder, _Counter(show, name, done, repository.total_bytes))
@@ -289,7 +327,7 @@ def _forget_download(folder: Path) -> None:
     """Remove what the hub's client kept of a download, and nothing else that lies beside it."""
     shutil.rmtree(folder / _CLIENT_FOLDER, ignore_errors=True)
     client = folder / _CLIENT_FOLDER.parent
-    for name in (".gitignore", "CACHEDIR.TAG"):
+    for name in (".gitignore", ".gitignore.lock", "CACHEDIR.TAG"):
         (client / name).unlink(missing_ok=True)
     for empty in (client, client.parent):
         with contextlib.suppress(OSError):  # it is not empty, so it is not only the client's
@@ -297,7 +335,8 @@ def _forget_download(folder: Path) -> None:
 
 
 def _require_ours(folder: Path) -> None:
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / _CLIENT_FOLDER).is_dir():
+    is_begun = (folder / _CLIENT_FOLDER).is_dir()
+    if not is_begun and any(not path.is_dir() for path in folder.rglob("*")):
         raise ConfigError(
             f"folder is not empty and no unfinished pull: {folder}\n"
             "hint: remove it, or choose another one with --to"

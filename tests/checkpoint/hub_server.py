@@ -38,6 +38,7 @@ def serve(repositories: dict[str, Path]) -> Iterator[HubServer]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # an answer's content would wait 40 ms behind its headers
 
         def log_message(self, *_: object) -> None:
             pass

@@ -152,6 +152,18 @@ def test_the_plan_of_remote_headers_is_the_plan_of_the_files(
     assert not path.exists()
 
 
+def test_headers_of_a_killed_plan_go_away_and_those_in_use_stay(
+    server: HubServer, tmp_path: Path
+) -> None:
+    left = tmp_path / "headrace-headers-left"
+    (left / "tiny").mkdir(parents=True)
+    with remote_headers(open_repository(REPO)) as one:
+        assert one.is_relative_to(tmp_path) and not left.exists()
+        with remote_headers(open_repository(REPO)) as other:
+            assert other != one and (one / "config.json").is_file()
+    assert not list(tmp_path.glob("headrace-*"))
+
+
 def test_the_commands(server: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
     memory = ("--memory", "4GiB", "--context", "64")
     assert _run(["plan", REPO, "--json", *memory]) == 0
