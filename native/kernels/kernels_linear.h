@@ -23,7 +23,7 @@ struct Q8 {
   static constexpr int kOffset = kQ8Offset;
   static constexpr int kCodesPerByte = 1;
   static Bytes weights(Bytes codes) { return q8_weights(codes); }
-  static Ints dot(Ints acc, Bytes w, const int8_t* quad) { return dot_q8(acc, w, quad); }
+  using Run = WideRun<Ints, dot_q8, 1>;
   static Floats scales(const unsigned char* p) { return load_f16(p); }
   static constexpr int kScaleBytes = 32;
   static constexpr bool kHasMinimum = false;
@@ -36,7 +36,7 @@ struct Q4 {
   // Those of the high nibbles, times 1 << kRaised.
   static constexpr int kRaised = kHighShift;
   static Bytes raised_weights(Bytes packed) { return raised_high_nibbles(packed); }
-  static Ints dot(Ints acc, Bytes w, const int8_t* quad) { return dot_small(acc, w, quad); }
+  using Run = SmallRun<15>;
   static Floats scales(const unsigned char* p) { return load_f16(p); }
   static constexpr int kScaleBytes = 32;
   static constexpr bool kHasMinimum = false;
@@ -48,7 +48,7 @@ struct Mxfp4 {
   static Bytes weights(Bytes nibbles) { return mxfp4_weights(nibbles); }
   static constexpr int kRaised = 0;
   static Bytes raised_weights(Bytes packed) { return mxfp4_weights(high_nibbles(packed)); }
-  static Ints dot(Ints acc, Bytes w, const int8_t* quad) { return dot_small(acc, w, quad); }
+  using Run = SmallRun<24>;
   static Floats scales(const unsigned char* p) { return half_e8m0(p); }
   static constexpr int kScaleBytes = 16;
   static constexpr bool kHasMinimum = false;
@@ -82,26 +82,31 @@ template <class F, int group, int B>
 [[gnu::always_inline]] inline void group_dots(const unsigned char* const (&p)[B], const int8_t* x,
                                               Ints begin, Ints (&dot)[B]) {
   constexpr int kVectors = group / 4 / F::kCodesPerByte;
-  Ints raised[B];
+  using Run = typename F::Run;
+  static_assert(!Run::kNarrow || kVectors <= Run::kQuads);
+  Run low[B], high[B];
   unroll<B>([&](auto b) {
-    dot[b] = begin;
-    raised[b] = splat_int(0);
+    low[b].start(begin);
+    high[b].start(splat_int(0));
   });
   unroll<kVectors>([&](auto j) __attribute__((always_inline)) {
     unroll<B>([&](auto b) __attribute__((always_inline)) {
       prefetch(p[b] + j * 64 + kRowPrefetchBytes);
       const Bytes packed = load_bytes(p[b] + j * 64);
       if constexpr (F::kCodesPerByte == 1) {
-        dot[b] = F::dot(dot[b], F::weights(packed), x + j * 4);
+        low[b].add(F::weights(packed), x + j * 4);
       } else {
-        dot[b] = F::dot(dot[b], F::weights(low_nibbles(packed)), x + j * 8);
-        raised[b] = F::dot(raised[b], F::raised_weights(packed), x + j * 8 + 4);
+        low[b].add(F::weights(low_nibbles(packed)), x + j * 8);
+        high[b].add(F::raised_weights(packed), x + j * 8 + 4);
       }
     });
   });
-  if constexpr (F::kCodesPerByte == 2) {
-    unroll<B>([&](auto b) { dot[b] = add(dot[b], shift_right<F::kRaised>(raised[b])); });
-  }
+  unroll<B>([&](auto b) {
+    dot[b] = low[b].sum(begin);
+    if constexpr (F::kCodesPerByte == 2) {
+      dot[b] = add(dot[b], shift_right<F::kRaised>(high[b].sum(splat_int(0))));
+    }
+  });
 }
 
 // One row by B blocks, `stride` apart.
@@ -140,21 +145,29 @@ void quantised_tile(const LinearArgs& a, int32_t block, int32_t row) {
   start_rows(a, row, group, x, sx, sums, acc);
   const unsigned char* p = block_start(a, block);
   constexpr int kVectors = group / 4 / F::kCodesPerByte;
+  using Run = typename F::Run;
+  constexpr int kRunVectors = kRunQuads<Run, group / 4> / F::kCodesPerByte;
   for (int32_t g = 0; g < a.num_groups; ++g) {
     Ints dot[R];
     unroll<R>([&](auto r) { dot[r] = splat_int(-F::kOffset * sums[r][g]); });
-    for (int j = 0; j < kVectors; ++j) {
-      prefetch(p + j * 64 + kPrefetchBytes);
-      const Bytes packed = load_bytes(p + j * 64);
-      if constexpr (F::kCodesPerByte == 1) {
-        const Bytes w = F::weights(packed);
-        unroll<R>([&](auto r) { dot[r] = F::dot(dot[r], w, x[r] + j * 4); });
-      } else {
-        const Bytes low = F::weights(low_nibbles(packed));
-        const Bytes high = F::weights(high_nibbles(packed));
-        unroll<R>([&](auto r) { dot[r] = F::dot(dot[r], low, x[r] + j * 8); });
-        unroll<R>([&](auto r) { dot[r] = F::dot(dot[r], high, x[r] + j * 8 + 4); });
-      }
+    for (int from = 0; from < kVectors; from += kRunVectors) {
+      Run run[R];
+      unroll<R>([&](auto r) { run[r].start(dot[r]); });
+      unroll<kRunVectors>([&](auto i) __attribute__((always_inline)) {
+        const int j = from + i;
+        prefetch(p + j * 64 + kPrefetchBytes);
+        const Bytes packed = load_bytes(p + j * 64);
+        if constexpr (F::kCodesPerByte == 1) {
+          const Bytes w = F::weights(packed);
+          unroll<R>([&](auto r) { run[r].add(w, x[r] + j * 4); });
+        } else {
+          const Bytes low = F::weights(low_nibbles(packed));
+          const Bytes high = F::weights(high_nibbles(packed));
+          unroll<R>([&](auto r) { run[r].add(low, x[r] + j * 8); });
+          unroll<R>([&](auto r) { run[r].add(high, x[r] + j * 8 + 4); });
+        }
+      });
+      unroll<R>([&](auto r) { dot[r] = run[r].sum(dot[r]); });
     }
     const Floats sw = F::scales(p + kVectors * 64);
     unroll<R>([&](auto r) {

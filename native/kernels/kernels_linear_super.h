@@ -23,6 +23,8 @@ struct Super {
   static constexpr int32_t kGroup = g;
   static constexpr CodePlanes kPlanes = code_planes(f);
   static constexpr SuperLayout kLayout = super_layout(f, g);
+  using Run = SmallRun<(1 << (kPlanes.low_bits + kPlanes.high_bits)) - 1>;
+  static constexpr int kRun = kRunQuads<Run, g / 4>;
 };
 using Q2k = Super<Format::Q2K, 16>;
 using Q3k = Super<Format::Q3K, 16>;
@@ -111,11 +113,17 @@ void super_row_tile(const LinearArgs& a, int32_t block, int32_t stride, int32_t 
         const Ints begin = splat_int(-S::kPlanes.offset * sums[0][g]);
         Ints dot[B];
         unroll<B>([&](auto b) { dot[b] = begin; });
-        unroll<kVectors>([&](auto j) __attribute__((always_inline)) {
-          unroll<B>([&](auto b) __attribute__((always_inline)) {
-            const Bytes w = StepPlanes<S>(p[b], step).template codes<part * kVectors + j>();
-            dot[b] = dot_small(dot[b], w, x[0] + j * 4);
+        unroll<kVectors / S::kRun>([&](auto from) __attribute__((always_inline)) {
+          typename S::Run run[B];
+          unroll<B>([&](auto b) { run[b].start(dot[b]); });
+          unroll<S::kRun>([&](auto i) __attribute__((always_inline)) {
+            constexpr int j = from * S::kRun + i;
+            unroll<B>([&](auto b) __attribute__((always_inline)) {
+              const Bytes w = StepPlanes<S>(p[b], step).template codes<part * kVectors + j>();
+              run[b].add(w, x[0] + j * 4);
+            });
           });
+          unroll<B>([&](auto b) { dot[b] = run[b].sum(dot[b]); });
         });
         unroll<B>([&](auto b) __attribute__((always_inline)) {
           const Floats sw = numbers[b].scales(in_super);
@@ -158,11 +166,15 @@ void super_tile(const LinearArgs& a, int32_t block, int32_t row) {
         unroll<R>([&](auto r) __attribute__((always_inline)) {
           dot[r] = splat_int(-S::kPlanes.offset * sums[r][g]);
         });
-        unroll<kVectors>([&](auto j) __attribute__((always_inline)) {
-          const Bytes w = planes.template codes<part * kVectors + j>();
-          unroll<R>([&](auto r) __attribute__((always_inline)) {
-            dot[r] = dot_small(dot[r], w, x[r] + j * 4);
+        unroll<kVectors / S::kRun>([&](auto from) __attribute__((always_inline)) {
+          typename S::Run run[R];
+          unroll<R>([&](auto r) { run[r].start(dot[r]); });
+          unroll<S::kRun>([&](auto i) __attribute__((always_inline)) {
+            constexpr int j = from * S::kRun + i;
+            const Bytes w = planes.template codes<part * kVectors + j>();
+            unroll<R>([&](auto r) __attribute__((always_inline)) { run[r].add(w, x[r] + j * 4); });
           });
+          unroll<R>([&](auto r) { dot[r] = run[r].sum(dot[r]); });
         });
         const Floats sw = numbers.scales(in_super);
         unroll<R>([&](auto r) __attribute__((always_inline)) {

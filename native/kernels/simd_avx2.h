@@ -5,6 +5,9 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+
+#include "kernels/wide_run.h"
 
 namespace headrace::HEADRACE_ISA {
 
@@ -185,21 +188,49 @@ inline int32_t quad_bits(const int8_t* quad) {
   std::memcpy(&r, quad, 4);
   return r;
 }
-// Pairs sum in 16 bits without saturating: 24 * 127 * 2 for small weights; 128 * 127 * 2 = 32512
-// for q8, whose sign moves to the activation (|-128| is 128 as an unsigned byte).
-inline __m256i dot_half(__m256i acc, __m256i weight, __m256i activation) {
-  const __m256i pairs = _mm256_maddubs_epi16(weight, activation);
-  return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+// A sum that is made where it is written. GCC is free to reorder sums of integers: it would keep
+// all products of a group, in memory, and add them at its end.
+inline __m256i added(__m256i sum) {
+#if defined(__GNUC__)
+  asm("" : "+x"(sum));
+#endif
+  return sum;
 }
-inline Ints dot_small(Ints acc, Bytes w, const int8_t* quad) {
-  const __m256i x = _mm256_set1_epi32(quad_bits(quad));
-  return {dot_half(acc.a, w.a, x), dot_half(acc.b, w.b, x)};
+// The products of a quad, added in pairs of 16 bits, without saturating: 128 * 127 * 2 = 32512 for
+// q8, whose sign moves to the activation (|-128| is 128 as an unsigned byte).
+inline __m256i pairs_of(__m256i weight, __m256i activation) {
+  return _mm256_maddubs_epi16(weight, activation);
+}
+inline __m256i add_pairs(__m256i acc, __m256i pairs) {
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 inline Ints dot_q8(Ints acc, Bytes w, const int8_t* quad) {
   const __m256i x = _mm256_set1_epi32(quad_bits(quad));
-  return {dot_half(acc.a, _mm256_abs_epi8(w.a), _mm256_sign_epi8(x, w.a)),
-          dot_half(acc.b, _mm256_abs_epi8(w.b), _mm256_sign_epi8(x, w.b))};
+  return {add_pairs(acc.a, pairs_of(_mm256_abs_epi8(w.a), _mm256_sign_epi8(x, w.a))),
+          add_pairs(acc.b, pairs_of(_mm256_abs_epi8(w.b), _mm256_sign_epi8(x, w.b)))};
 }
+inline Ints dot_small(Ints acc, Bytes w, const int8_t* quad) {
+  const __m256i x = _mm256_set1_epi32(quad_bits(quad));
+  return {added(add_pairs(acc.a, pairs_of(w.a, x))), added(add_pairs(acc.b, pairs_of(w.b, x)))};
+}
+// Dots of weights from 0 to 15, of which the pairs of eight quads fit 16 bits, 8 * 15 * 127 * 2 =
+// 30480: a multiplication less for each quad.
+struct NarrowRun {
+  static constexpr int kQuads = 8;
+  static constexpr bool kNarrow = true;
+  __m256i a, b;
+
+  void start(Ints) { a = b = _mm256_setzero_si256(); }
+  void add(Bytes w, const int8_t* quad) {
+    const __m256i x = _mm256_set1_epi32(quad_bits(quad));
+    a = added(_mm256_add_epi16(a, pairs_of(w.a, x)));
+    b = added(_mm256_add_epi16(b, pairs_of(w.b, x)));
+  }
+  Ints sum(Ints before) const { return {add_pairs(before.a, a), add_pairs(before.b, b)}; }
+};
+// Of larger weights four or fewer quads fit, which gained nothing.
+template <int most>
+using SmallRun = std::conditional_t<(most <= 15), NarrowRun, WideRun<Ints, dot_small, 2>>;
 
 // As in simd_avx512.h, must be inlined.
 [[gnu::always_inline]] inline void prefetch(const void* p) {

@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels/wide_run.h"
+
 namespace headrace::HEADRACE_ISA {
 
 using Floats = __m512;
@@ -156,7 +158,8 @@ inline int32_t quad_bits(const int8_t* quad) {
 inline Ints dot_q8(Ints acc, Bytes w, const int8_t* quad) {
   return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(quad_bits(quad)))};
 }
-inline Ints dot_small(Ints acc, Bytes w, const int8_t* quad) { return dot_q8(acc, w, quad); }
+template <int most>
+using SmallRun = WideRun<Ints, dot_q8, 2>;
 
 // GCC takes a function that only prefetches for one without effects, and drops calls of it that it
 // has not inlined by then.

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels/wide_run.h"
+
 namespace headrace::HEADRACE_ISA {
 
 struct Floats {
@@ -264,7 +266,8 @@ inline Ints dot_q8(Ints acc, Bytes w, const int8_t* quad) {
   const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(quad_bits(quad)));
   return each<Ints>([&](int32x4_t sum, int8x16_t u) { return vdotq_s32(sum, u, x); }, acc, w);
 }
-inline Ints dot_small(Ints acc, Bytes w, const int8_t* quad) { return dot_q8(acc, w, quad); }
+template <int most>
+using SmallRun = WideRun<Ints, dot_q8, 2>;
 
 // As in simd_avx512.h, must be inlined.
 [[gnu::always_inline]] inline void prefetch(const void* p) { __builtin_prefetch(p); }

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "kernels/small_float.h"
+#include "kernels/wide_run.h"
 
 namespace headrace::HEADRACE_ISA {
 
@@ -245,6 +246,8 @@ inline Ints dot_q8(Ints acc, Bytes w, const int8_t* quad) { return dot_add<int8_
 inline Ints dot_small(Ints acc, Bytes w, const int8_t* quad) {
   return dot_add<uint8_t>(acc, w, quad);
 }
+template <int most>
+using SmallRun = WideRun<Ints, dot_small, 2>;
 
 inline void prefetch(const void*) {}
 inline void prefetch_far(const void*) {}
