@@ -116,6 +116,19 @@ def test_a_folder_with_a_space_in_its_name_is_a_model(
     assert json.loads(cli("run", "my model", "--json", "-n", 1, *QUIET).out)["model"] == "my model"
 
 
+def test_an_answer_that_a_limit_cut_says_so(
+    cli: Any, feed: Any, tiny: Path, tiny_chat: Path
+) -> None:
+    cut = cli("run", tiny, "hello", "-n", 8, "--ignore-eos", *QUIET).err
+    assert "the answer was cut after 8 tokens: --max-tokens" in cut
+    full = cli("run", tiny, "hello", "--context", 16, "--ignore-eos", *QUIET).err
+    assert re.search(r"cut after \d+ tokens: the context is full: --context", full)
+    feed("hello\n/reset\n/system be brief\n/system\n")
+    said = cli("chat", tiny_chat, "-n", 3, "--ignore-eos", *QUIET).err
+    assert "cut after 3 tokens" in said and said.count("a new conversation; ") == 3
+    assert said.count("the system message stays") == 1
+
+
 def test_a_dash_reads_the_prompt_from_stdin(cli: Any, feed: Any, tiny: Path) -> None:
     feed("hello")
     result = cli("run", tiny, "-", "-n", 8, "--temperature", 0, *QUIET)
@@ -284,7 +297,7 @@ def test_chat_from_a_pipe(cli: Any, feed: Any, tiny_chat: Path, tmp_path: Path) 
     assert [m["content"] for m in messages[::2]] == ["hello", "one \nmore line", "several\nlines"]
     after = json.loads(Path(f"{saved}.2").read_text())["messages"]
     assert [m["role"] for m in after] == ["system", "user", "assistant"]
-    assert "session: 2 answers" in result.err
+    assert "session: answers 2," in result.err
     assert "unknown command /nonsense" in result.err and "/reset" in result.err
     assert result.out.splitlines()[0] == messages[1]["content"]
 

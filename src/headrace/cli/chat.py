@@ -93,7 +93,7 @@ class Session:
             return True
         name, *rest = text[1:].split(maxsplit=1) or [""]
         actions: dict[str, Callable[[str], None]] = {
-            "reset": self._reset,
+            "reset": self._forget,
             "system": self._set_system,
             "stats": self._stats,
             "save": self._save,
@@ -110,7 +110,7 @@ class Session:
         return True
 
     def _answer(self, text: str) -> None:
-        from headrace.cli.report import say
+        from headrace.cli.report import say, say_cut
 
         self.messages.append({"role": "user", "content": text})
         try:
@@ -126,6 +126,7 @@ class Session:
         is_empty = result.finish_reason == "cancelled" and not result.text
         if result.error is None and not is_empty:
             self.messages.append({"role": "assistant", "content": result.text})
+            say_cut(result, self._sampling.max_tokens)
             return
         # A question without an answer would stand beside the next one, which templates refuse.
         self.messages.pop()
@@ -138,14 +139,21 @@ class Session:
 
         say(HELP, style="")
 
-    def _reset(self, _: str = "") -> None:
+    def _reset(self) -> None:
         self.messages = []
         if self._system:
             self.messages.append({"role": "system", "content": self._system})
 
+    def _forget(self, _: str = "") -> None:
+        from headrace.cli.report import say
+
+        self._reset()
+        about = "the system message stays" if self._system else "no system message"
+        say(f"a new conversation; {about}")
+
     def _set_system(self, text: str) -> None:
         self._system = text or None
-        self._reset()
+        self._forget()
 
     def _stats(self, _: str) -> None:
         from headrace.cli.report import say, say_receipt
@@ -159,7 +167,7 @@ class Session:
         answered = sum(r.completion_tokens for r in self._receipts)
         seconds = sum(r.prefill_s + r.decode_s for r in self._receipts)
         say(
-            f"session: {len(self._receipts)} answers, {prompt} prompt tokens ({cached} cached), "
+            f"session: answers {len(self._receipts)}, {prompt} prompt tokens ({cached} cached), "
             f"{answered} answer tokens, {seconds:.1f} s"
         )
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from headrace.metrics import Receipt, format_bytes
 
 if TYPE_CHECKING:
-    from headrace.llm import LLM
+    from headrace.llm import LLM, Completion
     from headrace.plan import MemoryPlan
 
 UNBOUNDED_WIDTH = 10_000
@@ -40,6 +40,15 @@ def say_receipt(receipt: Receipt) -> None:
     """Write a receipt to stderr."""
     for line in receipt.lines():
         say(line)
+
+
+def say_cut(answer: "Completion", max_tokens: int) -> None:
+    """Say which limit cut an answer, if one did."""
+    if answer.finish_reason != "length":
+        return
+    num_tokens = answer.receipt.completion_tokens
+    what = "--max-tokens" if num_tokens >= max_tokens else "the context is full: --context"
+    say(f"the answer was cut after {num_tokens} tokens: {what}")
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ def command(
 ) -> int:
     """Answer PROMPT with MODEL."""
     model, prompt = _model_and_prompt(model, prompt)
-    from headrace.cli.report import describe, say, say_receipt
+    from headrace.cli.report import describe, say, say_cut, say_receipt
     from headrace.cli.wait import loading
     from headrace.llm import LLM
 
@@ -62,6 +62,7 @@ def command(
         if as_json:
             _print_json(model, result, llm)
         else:
+            say_cut(result, sampling.max_tokens)
             say_receipt(result.receipt)
             for line in [] if llm.profile is None else llm.profile.lines(llm.plan):
                 say(line)
