@@ -493,7 +493,7 @@ def test_plan_names_no_floor_at_which_run_refuses(cli: Any, tiny: Path) -> None:
 def test_only_kv_stands_apart_from_what_never_changes_a_token(cli: Any) -> None:
     text = cli("run", "--help").out
     never = text.index("never change a token")
-    panel = text[never : text.index("\u2570", never)]
+    panel = text[never : text.index("\n\n", never)]
     assert "--readers" in panel and "--kv" not in panel and "--kv" in text
 
 
@@ -534,6 +534,20 @@ def test_help_and_version_need_no_heavy_import(
     )
     assert done.returncode == 0, done.stderr
     assert expected in done.stdout
+
+
+def test_help_of_every_command_is_whole_in_80_columns(
+    cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    names = [[name] for name in COMMANDS]
+    names += [["bench", "disk"], ["mirror", "stage"], ["trace", "record"], ["trace", "replay"]]
+    for words in [[], *names]:
+        text = cli(*words, "--help").out
+        assert max(map(len, text.splitlines())) <= 80
+        assert "\u2026" not in text and "..." not in text.replace("]...", "")
+    text = cli("run", "--help").out
+    assert "--cache-aware-routing <float>" in text and "--repetition-penalty <float>" in text
 
 
 def test_the_list_of_commands_says_what_each_command_says_of_itself() -> None:

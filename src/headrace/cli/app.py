@@ -14,8 +14,8 @@ from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
+from headrace.cli.help import Command, CommandGroup
 from headrace.errors import EngineError, hide_credentials
 
 # Typer carries click along under changing names; its public BadParameter leads to the classes.
@@ -40,7 +40,7 @@ COMMANDS = {
 """Name, which is also the module, and the first line of the command's own help."""
 
 
-class _LazyGroup(TyperGroup):
+class _LazyGroup(CommandGroup):
     """Holds names only; a command's module and options are made when it is called."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
@@ -53,8 +53,8 @@ def _load(name: str) -> Any:
     module = importlib.import_module(f"headrace.cli.{name}")
     if hasattr(module, "app"):  # a command of commands
         return typer.main.get_command(module.app)
-    alone = typer.Typer(add_completion=False, context_settings=_SETTINGS)
-    alone.command(name)(module.command)
+    alone = typer.Typer(add_completion=False, context_settings=_SETTINGS, rich_markup_mode=None)
+    alone.command(name, cls=Command)(module.command)
     return typer.main.get_command(alone)
 
 
@@ -67,7 +67,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # the list of commands needs no boxes, and their library takes 80 ms
+    rich_markup_mode=None,
     context_settings=_SETTINGS,
 )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.cli.help import Command, CommandGroup
 from headrace.cli.options import Json, parsed_bytes, usage
 from headrace.errors import ConfigError
 from headrace.metrics import format_bytes
@@ -16,9 +17,11 @@ if TYPE_CHECKING:
     from headrace.experts.probe import Rate
 
 app = typer.Typer(
+    cls=CommandGroup,
     help="Measure this machine.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -49,7 +52,7 @@ def _aligned(text: str) -> int:
     return size
 
 
-@app.command()
+@app.command(cls=Command)
 def disk(
     path: Annotated[
         str,

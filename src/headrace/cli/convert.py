@@ -21,12 +21,14 @@ def command(
     source: Annotated[
         Path,
         typer.Argument(
+            metavar="SOURCE",
             help="a Hugging Face checkpoint directory, a GGUF file, or the id of a pulled model; "
-            "to write GGUF any model, or `demo`"
+            "to write GGUF any model, or `demo`",
         ),
     ],
     dest: Annotated[
-        Path, typer.Argument(help="the container to make, or a file that ends in .gguf")
+        Path,
+        typer.Argument(metavar="DEST", help="the container to make, or a file that ends in .gguf"),
     ],
     experts: Annotated[
         str | None,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.cli.help import Command, CommandGroup
 from headrace.cli.options import Json, parsed_bytes
 from headrace.metrics import format_bytes
 
@@ -16,9 +17,11 @@ if TYPE_CHECKING:
     from headrace.mirror import MirrorPlan
 
 app = typer.Typer(
+    cls=CommandGroup,
     help="Copy a model's hottest records to a second drive.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -52,7 +55,7 @@ _Rates = Annotated[
 ]
 
 
-@app.command()
+@app.command(cls=Command)
 def plan(
     model: _Model,
     drive: _Drive,
@@ -70,7 +73,7 @@ def plan(
         _print_plan(made)
 
 
-@app.command()
+@app.command(cls=Command)
 def stage(
     model: _Model,
     drive: _Drive,
@@ -103,7 +106,7 @@ def stage(
     print(f"use it: headrace run {shlex.quote(model)} --drive {folder}")
 
 
-@app.command()
+@app.command(cls=Command)
 def verify(model: _Model, drive: _Drive, as_json: Json = False) -> int:
     """Read every record of a mirror and compare it with MODEL's checksum."""
     from headrace.cli.report import byte_progress

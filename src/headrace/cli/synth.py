@@ -10,8 +10,10 @@ from headrace.cli.options import DenseFormat, ExpertFormat, Group, make_recipe, 
 
 
 def command(
-    shape: Annotated[str, typer.Argument(help="a named model, such as qwen3-30b-a3b")],
-    dest: Annotated[Path, typer.Argument(help="the directory to make")],
+    shape: Annotated[
+        str, typer.Argument(metavar="SHAPE", help="a named model, such as qwen3-30b-a3b")
+    ],
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="the directory to make")],
     layers: Annotated[
         int | None, typer.Option(help="fewer layers than the model has", show_default="all")
     ] = None,

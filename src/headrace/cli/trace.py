@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.cli.help import Command, CommandGroup
 from headrace.cli.options import MODEL_HELP, Json, parsed_bytes, takes, usage
 from headrace.config import LOSSY_OPTIONS, POLICIES, EngineConfig, ExpertConfig, SamplingParams
 from headrace.errors import ConfigError
@@ -16,16 +17,18 @@ if TYPE_CHECKING:
     from headrace.experts.trace import Trace
 
 app = typer.Typer(
+    cls=CommandGroup,
     help="Record routing, and replay it against other memories and policies.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 _CHART_ROWS = 12
 
 
-@app.command()
+@app.command(cls=Command)
 @takes(EngineConfig, SamplingParams, without=("sequences", "trace", "profile", *LOSSY_OPTIONS))
 def record(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="the trace; continued if it exists")],
@@ -103,7 +106,7 @@ def _policies(text: str) -> list[str]:
     return names
 
 
-@app.command()
+@app.command(cls=Command)
 def replay(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="a trace")],
     memory: Annotated[
