@@ -308,11 +308,12 @@ def _health(name: str, report: VerifyReport, is_deep: bool) -> Iterator[Finding]
             "remove what is not the model's, or convert the source again",
         )  # fmt: skip
     if report.is_sound:
+        read = f": {report.num_checked} ranges, {format_bytes(report.checked_bytes)}"
+        read = read if report.num_checked else ""  # what GGUF states has no checksum of its own
         unsure = " (no checksums here: looked for NaN and infinity)"
         yield Finding(
             "model health", OK,
-            f"{how} sound: {report.num_checked} ranges, {format_bytes(report.checked_bytes)}"
-            + (unsure if is_deep and not report.has_checksums else ""),
+            f"{how} sound" + read + (unsure if is_deep and not report.has_checksums else ""),
             None if is_deep else f"`headrace doctor {shlex.quote(name)} --deep` reads all of it",
         )  # fmt: skip
 

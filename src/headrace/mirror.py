@@ -189,7 +189,11 @@ def open_packed(path: Path) -> tuple[ContainerCheckpoint, RecordTable]:
         UnsupportedModelError: it is another kind of checkpoint, or has no experts.
     """
     checkpoint = open_model(path)[1]
-    if not isinstance(checkpoint, ContainerCheckpoint) or checkpoint.records is None:
+    if checkpoint.records is None:
+        raise UnsupportedModelError(
+            f"no experts to copy: {path}\na dense model is in memory, nothing is read while it runs"
+        )
+    if not isinstance(checkpoint, ContainerCheckpoint):
         raise UnsupportedModelError(
             f"no packed records to copy: {path}\n"
             f"expected a container with experts, got {checkpoint.kind}\n"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf_models import write_model
 
 import headrace.llm
 from headrace.cli.app import COMMANDS, _run
@@ -670,6 +671,15 @@ def test_mirror_and_drives(cli: Any, tiny: Path, tmp_path: Path) -> None:
     assert wrong.status == 2
     (drive / "experts-000.safetensors").unlink(missing_ok=True)
     assert cli("mirror", "verify", model, "--drive", drive).status == 1
+
+
+def test_reports_on_a_dense_gguf_file(cli: Any, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "dense.gguf", "qwen3", "Q8_0")
+    assert f"{model}: GGUF file" in cli("inspect", model).out
+    assert "headers sound\n" in cli("doctor", model).out
+    refused = cli("mirror", "plan", model, "--drive", tmp_path / "drive")
+    assert refused.status == 1 and "no experts to copy" in refused.err
+    assert "convert" not in refused.err
 
 
 def test_every_locale_reads_and_writes_utf8() -> None:

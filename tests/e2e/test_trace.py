@@ -132,6 +132,15 @@ def test_senseless_options_are_refused(
     assert status in (1, 2) and words in " ".join(err.replace("│", " ").split())
 
 
+def test_a_ceiling_below_what_was_taken_besides_slots_says_so(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(["trace", "replay", str(recorded), "--memory", "4GiB,1MiB"]) == 1
+    message = capsys.readouterr().err
+    assert "1 MiB leaves no room for slots: the recorded run took " in message
+    assert "hint: record with `--memory`" in message
+
+
 def test_a_damaged_trace_names_the_byte(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorded.write_bytes(recorded.read_bytes()[:-5])
     status, _, err = call(capsys, "trace", "replay", recorded, "--slots", "4")

@@ -52,7 +52,11 @@ def _print(summary: dict[str, Any], report: "VerifyReport | None") -> None:
     from headrace.metrics import format_bytes
 
     dense, experts = summary["dense"], summary["experts"]
-    kind = {"container": "headrace container", "huggingface": "Hugging Face directory"}
+    kind = {
+        "container": "headrace container",
+        "huggingface": "Hugging Face directory",
+        "gguf": "GGUF file",
+    }
     print(f"{summary['path']}: {kind.get(summary['kind'], summary['kind'])}")
     print(
         f"{summary['model_type']}, {summary['num_hidden_layers']} layers, "

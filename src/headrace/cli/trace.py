@@ -188,7 +188,9 @@ def _budgets(
         if rest < 2 * header.record_bytes:
             least = format_bytes(size - rest + 2 * header.record_bytes)
             raise ConfigError(
-                f"{format_bytes(size)} leaves no room for slots\nexpected about {least} or more"
+                f"{format_bytes(size)} leaves no room for slots: the recorded run took "
+                f"{format_bytes(header.other_bytes)} besides\nexpected about {least} or more\n"
+                f"hint: record with `--memory`, under which it takes less, or replay with `--slots`"
             )
         budgets.append((size, min(rest // header.record_bytes, num_records)))
     return budgets
