@@ -558,6 +558,19 @@ def test_the_list_of_commands_says_what_each_command_says_of_itself() -> None:
         assert text.splitlines()[0] == line
 
 
+def test_loading_is_said_before_it_keeps_other_threads_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    from headrace.cli.wait import loading
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with loading("model"):
+        assert "loading model" in terminal.getvalue()  # by no thread of its own
+
+
 def test_the_terminal_reader_knows_its_keys(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from rich.live import Live
+from rich.spinner import Spinner
 from rich.text import Text
 
 from headrace.cli.report import stderr
@@ -13,14 +15,17 @@ from headrace.cli.report import stderr
 if TYPE_CHECKING:
     from headrace.llm import Stream
 
+SPINS_PER_S = 12.5
+
 
 @contextlib.contextmanager
 def loading(model: str) -> Iterator[None]:
-    """Say that a model is being loaded."""
+    """Say that a model is being loaded: at once, since loading may keep other threads out."""
     if not sys.stderr.isatty():
         yield
         return
-    with stderr().status(Text(f"loading {model}", style="dim")):
+    spinner = Spinner("dots", Text(f"loading {model}", style="dim"))
+    with Live(spinner, console=stderr(), transient=True, refresh_per_second=SPINS_PER_S):
         yield
 
 
