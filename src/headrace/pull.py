@@ -98,6 +98,25 @@ def _headers_folder(place: Path) -> Iterator[Path]:
         lock.close()
 
 
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Make a folder and keep other pulls out of it for a while.
+
+    Raises:
+        ConfigError: another process is at work there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(_locked(folder, wait=False))
+        except BlockingIOError:
+            raise ConfigError(
+                f"another process is pulling this model: {folder}\n"
+                "hint: wait for it, or choose another folder with --to"
+            ) from None
+        yield
+
+
 def _remove_left_behind(place: Path) -> None:
     for folder in place.glob(f"{_HEADERS_PREFIX}*"):
         with contextlib.suppress(OSError), _locked(folder, wait=False):
@@ -135,6 +154,12 @@ def pull(repository: Repository, folder: Path, show: Show = lambda *_: None) -> 
     missing = sum(n for name, n in repository.files.items() if _size(folder / name) != n)
     begun = sum(p.stat().st_size for p in folder.glob(f"{_CLIENT_FOLDER}/**/*.incomplete"))
     _require_space(folder, max(0, missing - begun), f"the download of {repository.repo_id}")
+    with _alone_in(folder):
+        _fill(repository, folder, show)
+    return PullReport(folder, repository.total_bytes, already_there=False)
+
+
+def _fill(repository: Repository, folder: Path, show: Show) -> None:
     (folder / _CLIENT_FOLDER).mkdir(parents=True, exist_ok=True)
     done = 0
     for name, size in sorted(repository.files.items(), key=lambda item: item[1]):
@@ -149,7 +174,6 @@ def pull(repository: Repository, folder: Path, show: Show = lambda *_: None) -> 
         read_header(folder / name)
     note_pulled(folder, repository)
     _forget_download(folder)
-    return PullReport(folder, repository.total_bytes, already_there=False)
 
 
 def pull_converted(
@@ -170,9 +194,10 @@ def pull_converted(
         CheckpointError, UnsupportedModelError, ConfigError: as `pull` and `convert`.
     """
     source = folder.with_name(folder.name + SKELETON_SUFFIX)
-    if source.exists():
-        shutil.rmtree(source)  # headers and holes: cheaper made anew than checked
-    try:
+    with _alone_in(source), contextlib.ExitStack() as end:
+        end.callback(shutil.rmtree, source, ignore_errors=True)
+        for left in source.iterdir():
+            left.unlink()  # headers and holes of a killed call: cheaper made anew than checked
         write_skeleton(repository, source, with_samples=True)
         opened = open_source(source)
         if isinstance(recipe, str):
@@ -190,8 +215,6 @@ def pull_converted(
             show(progress.file, progress.done_bytes, progress.total_bytes)
 
         report = convert(opened, folder, recipe, tell, supply=supply)
-    finally:
-        shutil.rmtree(source, ignore_errors=True)
     return PullReport(folder, report.total_bytes, report.already_done)
 
 

@@ -164,6 +164,32 @@ def test_headers_of_a_killed_plan_go_away_and_those_in_use_stay(
     assert not list(tmp_path.glob("headrace-*"))
 
 
+def test_two_pulls_of_a_model_do_not_take_each_others_files(
+    server: HubServer, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, other = pulled_folder(REPO), pulled_folder("owner/other")
+    refused = []
+
+    def meanwhile(*_: object) -> None:
+        if refused:
+            return
+        for call in (
+            lambda: pull(open_repository(REPO), folder),
+            lambda: pull_converted(open_repository(REPO), other, "small"),
+        ):
+            with pytest.raises(ConfigError) as error:
+                call()
+            refused.append(str(error.value))
+
+    with pull_module._alone_in(other.with_name("other.pulling")):
+        pull(open_repository(REPO), folder, meanwhile)
+    assert len(refused) == 2
+    assert all("another process is pulling this model" in text for text in refused)
+    _same_files(folder, source, ["config.json", SHARD])
+    pull_converted(open_repository(REPO), other, "small", meanwhile)
+    assert [p.name for p in other.parent.iterdir() if p.name.startswith("other")] == ["other"]
+
+
 def test_the_commands(server: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
     memory = ("--memory", "4GiB", "--context", "64")
     assert _run(["plan", REPO, "--json", *memory]) == 0
