@@ -486,7 +486,7 @@ class SamplingParams:
         )  # fmt: skip
         _require(
             isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop),
-            "stop", "a tuple of texts, none empty", self.stop,
+            "stop", "texts, none of them empty", self.stop,
         )  # fmt: skip
         _require(all(_is_unicode(s) for s in self.stop), "stop", "valid Unicode", self.stop)
         _require(

@@ -329,7 +329,7 @@ def _notes(report: DiskReport, num_windows: int) -> Iterator[str]:
     target, rates = report.target, report.rates
     if target.age_s < RECENT_S:
         yield (
-            f"the files were written {target.age_s / 60:.0f} minutes ago: a host or the drive may "
+            f"the files were written {target.age_s / 60:.0f} min ago: a host or the drive may "
             "still hold them in a cache that nobody here can see; old files may read slower"
         )
     if any(rate.num_refused for rate in rates):
@@ -344,7 +344,7 @@ def _notes(report: DiskReport, num_windows: int) -> Iterator[str]:
             "a drive is not known, only that they were slower than half a copy in memory"
         )
     if report.num_windows < num_windows:
-        got = f"{report.num_windows} windows per setting, not {num_windows}"
+        got = f"windows per setting: {report.num_windows}, not {num_windows}"
         yield f"{got}: there is no more to read"
     if report.steal > 0.05:
         yield f"the host took {report.steal:.0%} of the processors' time: measure again"

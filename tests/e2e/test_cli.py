@@ -241,6 +241,12 @@ def test_plan_for_people_and_for_machines(cli: Any, tiny: Path) -> None:
     assert total == report["ceiling_bytes"]
 
 
+def test_a_bound_by_the_drive_is_called_one(cli: Any, tiny: Path) -> None:
+    floor = json.loads(cli("plan", tiny, "--json").out)["floor_bytes"]
+    text = cli("plan", tiny, "--memory", floor, "--drive-bytes-per-s", "1GB/s", *QUIET[:2]).out
+    assert "predicted speed: the drive alone allows " in text
+
+
 def test_convert_to_gguf_tells_what_is_left_out(cli: Any, tiny: Path, tmp_path: Path) -> None:
     made = cli("convert", "demo", tmp_path / "demo.gguf")
     assert made.status == 0, made.err

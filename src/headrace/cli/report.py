@@ -207,6 +207,7 @@ def _speed_line(plan: "MemoryPlan", drive_bytes_per_s: float | None) -> str:
     hit_rate = plan.expected_hit_rate or 0.0
     assert speed is not None, "a plan that is not resident misses"
     return (
-        f"predicted speed: at most {speed:.2f} tok/s = {drive_bytes_per_s / 1e9:.2f} GB/s / "
+        f"predicted speed: the drive alone allows {speed:.2f} tok/s = "
+        f"{drive_bytes_per_s / 1e9:.2f} GB/s / "
         f"({1 - hit_rate:.3f} missed x {format_bytes(plan.cold_bytes_per_token)})"
     )

@@ -28,8 +28,8 @@ def command(
         str | None,
         typer.Argument(
             metavar="PROMPT",
-            help="the text; `-` reads it from stdin. Alone, several words are a PROMPT for the "
-            "demo, and one word is MODEL",
+            help="the text, in quotes; `-` reads it from stdin. Alone, several words are a "
+            "PROMPT for the demo, and one word is MODEL",
             show_default="the beginning of a story",
         ),
     ] = None,
