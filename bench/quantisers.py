@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headrace.config import EngineConfig
-from headrace.study import compare
+from headrace.convert.source import open_source
+from headrace.study import calibrate, compare
 
 WAYS = ("largest", "searched", "calibrated")
 
@@ -33,13 +34,19 @@ def headrace(*arguments: str) -> None:
         raise SystemExit(done.stderr.decode())
 
 
-def ours(source: Path, calibrate: Path, group: int, work: Path) -> Iterator[tuple[str, Path]]:
+def every_matrix(source: Path, format: str) -> list[str]:
+    """Give the options that store every matrix alike; a dense model has no experts to name."""
+    has_experts = open_source(source).checkpoint.records is not None
+    return ["--dense", format, *(["--experts", format] if has_experts else [])]
+
+
+def ours(source: Path, importance: Path, group: int, work: Path) -> Iterator[tuple[str, Path]]:
     """Convert every matrix to `q4`, one way after the other."""
-    extra = {"largest": ["--scales", "largest"], "calibrated": ["--calibrate", str(calibrate)]}
+    extra = {"largest": ["--scales", "largest"], "calibrated": ["--importance", str(importance)]}
     for way in WAYS:
         made = work / f"{way}-{group}"
-        options = ["--experts", "q4", "--dense", "q4", "--head", "q4", "--group", str(group)]
-        headrace("convert", str(source), str(made), *options, *extra.get(way, []))
+        options = [*every_matrix(source, "q4"), "--group", str(group), *extra.get(way, [])]
+        headrace("convert", str(source), str(made), *options)
         yield f"q4 of {group}, {way}", made
 
 
@@ -47,7 +54,7 @@ def theirs(source: Path, quantize: Path, type: str, work: Path) -> Path:
     """Let llama.cpp quantise the weights, written as F32."""
     plain, made = work / "f32.gguf", work / f"{type}.gguf"
     if not plain.exists():
-        headrace("convert", str(source), str(plain), "--experts", "f32", "--dense", "f32")
+        headrace("convert", str(source), str(plain), *every_matrix(source, "f32"))
     command = [str(quantize), "--pure", str(plain), str(made), type]
     done = subprocess.run(command, capture_output=True)
     if done.returncode:
@@ -74,7 +81,9 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
         work = Path(folder)
-        rows = [row for g in args.groups for row in ours(args.source, args.calibrate, g, work)]
+        importance = work / "importance"
+        calibrate(args.source, args.calibrate, importance, EngineConfig())
+        rows = [row for g in args.groups for row in ours(args.source, importance, g, work)]
         rows += [(t, theirs(args.source, args.quantize, t, work)) for t in args.types]
         print("| | bytes | divergence, nats | 90 % | 99 % | same likeliest |")
         print("|---|---|---|---|---|---|")
