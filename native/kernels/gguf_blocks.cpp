@@ -8,6 +8,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "kernels/kernel_table.h"
 #include "kernels/place.h"
 #include "kernels/small_float.h"
 #include "kernels/words.h"
@@ -87,31 +88,13 @@ void decode_mxfp4(const uint8_t* b, uint8_t* codes, float* scales, float*) {
   split_nibbles(b + 1, 0, codes);
 }
 
-// Codes of a ggml "non-linear" nibble.
-constexpr std::array<int8_t, 16> kNonLinear{-127, -104, -83, -65, -49, -35, -22, -10,
-                                            1,    13,   25,  38,  53,  69,  89,  113};
-
-// Nibbles to codes without a look-up, for which the baseline of x86 has no instruction: the steps
-// up to each nibble are added.
-Bytes16 non_linear(Bytes16 nibbles) {
-  Bytes16 codes = splat(byte_of(kNonLinear[0]));
-  for (size_t step = 1; step < kNonLinear.size(); ++step) {
-    const uint8_t height = byte_of(kNonLinear[step] - kNonLinear[step - 1]);
-    const Signed16 is_reached = (Signed16)nibbles > static_cast<int8_t>(step - 1);
-    codes += (Bytes16)is_reached & height;
-  }
-  return codes;
-}
-
-void split_non_linear(const uint8_t* packed, uint8_t* codes) {
-  const auto pairs = load_as<Bytes16>(packed);
-  store_as(codes, non_linear(pairs & 15));
-  store_as(codes + 16, non_linear(pairs >> 4));
-}
+// What the nibbles of ggml's "non-linear" types stand for.
+constexpr int8_t kNonLinear[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                   1,    13,   25,  38,  53,  69,  89,  113};
 
 void decode_iq4_nl(const uint8_t* b, uint8_t* codes, float* scales, float*) {
   scales[0] = half_at(b);
-  split_non_linear(b + 2, codes);
+  split_nibbles(b + 2, 0, codes);
 }
 
 void decode_iq4_xs(const uint8_t* b, uint8_t* codes, float* scales, float*) {
@@ -120,7 +103,7 @@ void decode_iq4_xs(const uint8_t* b, uint8_t* codes, float* scales, float*) {
   for (int32_t j = 0; j < 8; ++j) {
     const int32_t low = b[4 + j / 2] >> (4 * (j % 2)) & 15;
     scales[j] = d * static_cast<float>((low | (high >> (2 * j) & 3) << 4) - 32);
-    split_non_linear(b + 8 + 16 * j, codes + 32 * j);
+    split_nibbles(b + 8 + 16 * j, 0, codes + 32 * j);
   }
 }
 
@@ -268,9 +251,9 @@ constexpr std::array<GgufType, 13> kTypes{{
     super_type<split_q4_k, Format::Q4K, 32>(12, 144),
     super_type<split_q5_k, Format::Q5K, 32>(13, 176),
     super_type<split_q6_k, Format::Q6K, 16>(14, 210),
-    {20, 32, 18, 32, decode_iq4_nl, Format::Q8F, nullptr},
-    {23, 256, 136, 32, decode_iq4_xs, Format::Q8F, nullptr},
-    {39, 32, 17, 32, decode_mxfp4, Format::MXFP4, nullptr},
+    {20, 32, 18, 32, decode_iq4_nl, Format::Q8F, nullptr, kNonLinear},
+    {23, 256, 136, 32, decode_iq4_xs, Format::Q8F, nullptr, kNonLinear},
+    {39, 32, 17, 32, decode_mxfp4, Format::MXFP4, nullptr, kDoubledE2m1},
 }};
 
 // Some groups of the 16 outputs of a block of packed rows, filled row by row.
@@ -291,9 +274,12 @@ void decode_row(const uint8_t* source, const GgufType& type, Format format, int3
     type.decode(source, codes + at, scales + groups, minimums + groups);
     groups += type.block / type.group;
   }
-  if (type.tightest == Format::MXFP4 && format != Format::MXFP4) {
-    for (int32_t k = 0; k < count; ++k) codes[k] = byte_of(kDoubledE2m1[codes[k]]);
-    for (int32_t g = 0; g < groups; ++g) scales[g] *= 0.5f;
+  if (type.numbers != nullptr && format != Format::MXFP4) {
+    // Whole vectors, if need be beyond the codes: a strip has room for kMaxBlock.
+    kernels().look_up(type.numbers, (count + 63) / 64 * 64, codes);
+    if (type.tightest == Format::MXFP4) {  // the numbers are doubled
+      for (int32_t g = 0; g < groups; ++g) scales[g] *= 0.5f;
+    }
   }
   if (group == type.group) return;
   const int32_t repeat = type.group / group;

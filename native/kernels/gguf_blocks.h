@@ -25,10 +25,12 @@ struct GgufType {
   int32_t block;   // values of a block
   int32_t nbytes;  // bytes of a block
   int32_t group;   // values that share a scale: 16 or 32
-  // One block: `block` codes, and a scale and a minimum for each group.
+  // One block: `block` codes, and a scale and a minimum for each group. See `numbers`.
   void (*decode)(const uint8_t* source, uint8_t* codes, float* scales, float* minimums);
   Format tightest;  // the smallest format that holds the codes
   void (*split)(const uint8_t* source, SuperBlock& out);  // if that format has multiples
+  // What codes of four bits stand for in formats of whole bytes; null: themselves.
+  const int8_t* numbers = nullptr;
 };
 
 // Throws Error(UnsupportedModel) for a type without blocks or one that is not decoded here.

@@ -65,6 +65,8 @@ struct KernelTable {
                     int32_t head_dim, float* out);
 
   void (*widen)(Format dtype, const void* source, int64_t count, float* out);
+  // Each nibble becomes its entry of a table of sixteen; `count` is a multiple of 64.
+  void (*look_up)(const int8_t* table, int64_t count, uint8_t* codes);
   // Reads every byte and folds it into one word: the speed of memory itself, for benchmarks.
   uint32_t (*read_bytes)(const void* data, int64_t num_bytes);
   // Operations on registers alone, also for benchmarks; return how many (a multiply-add is two).

@@ -265,6 +265,13 @@ inline void widen(Format dtype, const void* source, int64_t count, float* out) {
   store_part(out + i, load_as(dtype, rest), static_cast<int>(count - i));
 }
 
+inline void look_up_codes(const int8_t* table, int64_t count, uint8_t* codes) {
+  const auto entries = load_table(table);
+  for (int64_t i = 0; i < count; i += 64) {
+    store_bytes(codes + i, look_up(entries, low_nibbles(load_bytes(codes + i))));
+  }
+}
+
 inline uint32_t read_bytes(const void* data, int64_t num_bytes) {
   const unsigned char* p = static_cast<const unsigned char*>(data);
   Ints a = splat_int(0), b = a, c = a, d = a;

@@ -359,6 +359,7 @@ inline const KernelTable* make_table() {
       divide_row,
       rope_head,
       widen,
+      look_up_codes,
       read_bytes,
       peak_float,
       peak_int8,

@@ -133,6 +133,11 @@ inline Bytes high_nibbles(Bytes x) {
 // The high nibbles times 1 << kHighShift: none here, the sums of a dot's pairs have 16 bits.
 inline constexpr int kHighShift = 0;
 inline Bytes raised_high_nibbles(Bytes x) { return high_nibbles(x); }
+inline void store_bytes(void* p, Bytes x) {
+  __m256i* q = static_cast<__m256i*>(p);
+  _mm256_storeu_si256(q, x.a);
+  _mm256_storeu_si256(q + 1, x.b);
+}
 // Bits [from, from + bits) of each byte, at bit `to`.
 template <int from, int to, int bits>
 Bytes move_bits(Bytes x) {
@@ -165,11 +170,16 @@ inline constexpr int kSuperRowsMost = kTileRowsMost;
 inline constexpr int kQ8Offset = 0;
 inline Bytes q8_weights(Bytes codes) { return codes; }
 
+// Entry n of sixteen bytes for each nibble n.
+inline Bytes look_up(__m128i entries, Bytes nibbles) {
+  const __m256i table = _mm256_broadcastsi128_si256(entries);
+  return {_mm256_shuffle_epi8(table, nibbles.a), _mm256_shuffle_epi8(table, nibbles.b)};
+}
+inline __m128i load_table(const void* p) { return half_at(p, 0); }
+
 inline constexpr int kMxfp4Offset = 12;
 inline Bytes mxfp4_weights(Bytes nibbles) {
-  const __m256i table = _mm256_broadcastsi128_si256(
-      _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-  return {_mm256_shuffle_epi8(table, nibbles.a), _mm256_shuffle_epi8(table, nibbles.b)};
+  return look_up(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0), nibbles);
 }
 inline __m256 half_e8m0_of(__m256i s) {
   const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(s, _mm256_set1_epi32(1)), 23);

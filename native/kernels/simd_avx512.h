@@ -87,6 +87,7 @@ inline void store_int8(int8_t* p, Ints a) {
 }
 
 inline Bytes load_bytes(const void* p) { return {_mm512_loadu_si512(p)}; }
+inline void store_bytes(void* p, Bytes a) { _mm512_storeu_si512(p, a.v); }
 inline Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 inline Bytes high_nibbles(Bytes a) {
   return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))};
@@ -136,11 +137,15 @@ inline Bytes q8_weights(Bytes codes) {
   return {_mm512_xor_si512(codes.v, _mm512_set1_epi8(static_cast<char>(0x80)))};
 }
 
+// Entry n of sixteen bytes for each nibble n.
+inline Bytes look_up(__m128i entries, Bytes nibbles) {
+  return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), nibbles.v)};
+}
+inline __m128i load_table(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+
 inline constexpr int kMxfp4Offset = 12;
 inline Bytes mxfp4_weights(Bytes nibbles) {
-  const __m512i table = _mm512_broadcast_i32x4(
-      _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-  return {_mm512_shuffle_epi8(table, nibbles.v)};
+  return look_up(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0), nibbles);
 }
 inline Floats half_e8m0(const void* p) {
   const __m512i s = _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));

@@ -191,6 +191,13 @@ inline Bytes load_bytes(const void* p) {
   const int8_t* q = static_cast<const int8_t*>(p);
   return {vld1q_s8(q), vld1q_s8(q + 16), vld1q_s8(q + 32), vld1q_s8(q + 48)};
 }
+inline void store_bytes(void* p, Bytes x) {
+  int8_t* q = static_cast<int8_t*>(p);
+  vst1q_s8(q, x.a);
+  vst1q_s8(q + 16, x.b);
+  vst1q_s8(q + 32, x.c);
+  vst1q_s8(q + 48, x.d);
+}
 inline Bytes low_nibbles(Bytes x) {
   return each<Bytes>([](int8x16_t u) { return vandq_s8(u, vdupq_n_s8(15)); }, x);
 }
@@ -235,12 +242,17 @@ inline constexpr int kSuperRowsMost = kTileRowsMost;
 inline constexpr int kQ8Offset = 0;
 inline Bytes q8_weights(Bytes codes) { return codes; }
 
+// Entry n of sixteen bytes for each nibble n.
+inline Bytes look_up(int8x16_t table, Bytes nibbles) {
+  return each<Bytes>([&](int8x16_t u) { return vqtbl1q_s8(table, vreinterpretq_u8_s8(u)); },
+                     nibbles);
+}
+inline int8x16_t load_table(const void* p) { return vld1q_s8(static_cast<const int8_t*>(p)); }
+
 inline constexpr int kMxfp4Offset = 0;
 inline Bytes mxfp4_weights(Bytes nibbles) {
   constexpr int8_t values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-  const int8x16_t table = vld1q_s8(values);
-  return each<Bytes>([&](int8x16_t u) { return vqtbl1q_s8(table, vreinterpretq_u8_s8(u)); },
-                     nibbles);
+  return look_up(load_table(values), nibbles);
 }
 inline float32x4_t half_e8m0_of(uint16x4_t bytes) {
   const int32x4_t s = vreinterpretq_s32_u32(vmovl_u16(bytes));

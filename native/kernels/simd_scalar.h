@@ -180,6 +180,7 @@ inline Bytes load_bytes(const void* p) {
   std::memcpy(&r, p, 64);
   return r;
 }
+inline void store_bytes(void* p, Bytes a) { std::memcpy(p, &a, 64); }
 inline Bytes low_nibbles(Bytes a) {
   for (uint8_t& b : a.byte) b &= 15;
   return a;
@@ -219,11 +220,24 @@ inline constexpr int kSuperRowsMost = 1;
 inline constexpr int kQ8Offset = 0;
 inline Bytes q8_weights(Bytes codes) { return codes; }
 
+// Entry n of sixteen bytes for each nibble n.
+struct Table {
+  uint8_t entry[16];
+};
+inline Bytes look_up(const Table& table, Bytes nibbles) {
+  for (uint8_t& b : nibbles.byte) b = table.entry[b];
+  return nibbles;
+}
+inline Table load_table(const void* p) {
+  Table r;
+  std::memcpy(&r, p, 16);
+  return r;
+}
+
 inline constexpr int kMxfp4Offset = 12;
 inline Bytes mxfp4_weights(Bytes nibbles) {
-  constexpr uint8_t table[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-  for (uint8_t& b : nibbles.byte) b = table[b];
-  return nibbles;
+  constexpr Table table{{12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}};
+  return look_up(table, nibbles);
 }
 // 16 E8M0 bytes to half their value: 2^(s-128), so that doubled e2m1 codes come out right.
 inline Floats half_e8m0(const void* p) {

@@ -19,6 +19,7 @@
 
 #include "base/cpu.h"
 #include "kernels/attention.h"
+#include "kernels/gguf_blocks.h"
 #include "kernels/kernel_table.h"
 #include "kernels/latent.h"
 #include "kernels/linear.h"
@@ -430,6 +431,28 @@ void run_sampling(ThreadPool& pool, Digest& digest) {
   }
 }
 
+// ---- blocks of foreign files
+
+// Those whose nibbles stand for numbers of a table.
+void run_repack(ThreadPool&, Digest& digest) {
+  Random random(15);
+  for (const int32_t id : {20, 23, 39}) {
+    const GgufType& type = gguf_type(id);
+    const int32_t exponent_at = type.tightest == Format::MXFP4 ? 0 : 1;
+    for (const int32_t blocks : {1, 3, 11}) {
+      const int32_t rows = 21, cols = blocks * type.block;
+      std::vector<std::byte> source(static_cast<size_t>(rows * blocks * type.nbytes));
+      for (size_t i = 0; i < source.size(); ++i) {
+        source[i] = static_cast<std::byte>((random.centred() + 1.0f) * 128.0f);
+        if (static_cast<int32_t>(i) % type.nbytes == exponent_at) source[i] = std::byte{0x34};
+      }
+      std::vector<std::byte> packed(static_cast<size_t>(packed_bytes(Format::Q8F, rows, cols, 32)));
+      repack_gguf(source.data(), type, rows, cols, Format::Q8F, 32, packed.data());
+      digest.add(packed);
+    }
+  }
+}
+
 // ---- all of them
 
 Cases all_cases() {
@@ -440,6 +463,7 @@ Cases all_cases() {
   add_mixtures(cases);
   cases.push_back({"sampling", run_sampling});
   add_search(cases);
+  cases.push_back({"blocks with tables of numbers", run_repack});
   return cases;
 }
 

@@ -1,10 +1,13 @@
 // GGUF blocks of any bytes: nothing outside the buffers is touched (the sanitizers watch), bad
-// scales are found, and a wider format holds the same numbers.
+// scales are found, a wider format holds the same numbers, and every instruction set the same
+// bytes.
 #include <cmath>
 #include <vector>
 
+#include "base/cpu.h"
 #include "base/error.h"
 #include "kernels/gguf_blocks.h"
+#include "kernels/kernel_table.h"
 #include "kernels/pack.h"
 #include "tests/check.h"
 
@@ -29,12 +32,21 @@ std::vector<Held> formats_of(const GgufType& type) {
   return held;
 }
 
-// Exactly as large as needed, so that the first byte beyond is the sanitizer's.
+// By each instruction set. Buffers are exactly as large as needed, so that the first byte beyond is
+// the sanitizer's.
 std::vector<float> values_of(const std::vector<std::byte>& source, const GgufType& type,
                              int32_t rows, int32_t cols, const Held& held, int64_t& bad) {
   const int64_t bytes = packed_bytes(held.format, rows, cols, held.group);
   std::vector<std::byte> packed(static_cast<size_t>(bytes));
+  set_isa(Isa::Scalar);
   bad = repack_gguf(source.data(), type, rows, cols, held.format, held.group, packed.data());
+  for (const Isa isa : available_isas()) {
+    set_isa(isa);
+    std::vector<std::byte> again(packed.size());
+    const int64_t found =
+        repack_gguf(source.data(), type, rows, cols, held.format, held.group, again.data());
+    check(found == bad && again == packed, "the same bytes by every instruction set");
+  }
   std::vector<float> values(static_cast<size_t>(rows) * static_cast<size_t>(cols));
   const MatrixView view{packed.data(), held.format, rows, cols, held.group};
   for (int32_t row = 0; row < rows; ++row) {
