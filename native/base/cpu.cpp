@@ -1,5 +1,9 @@
 #include "base/cpu.h"
 
+#if (defined(__x86_64__) || defined(_M_X64)) && (defined(__GNUC__) || defined(__clang__))
+#include <cpuid.h>
+#endif
+
 #if defined(__linux__) && defined(__x86_64__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -15,7 +19,8 @@
 namespace headrace {
 namespace {
 
-constexpr Isa kIsas[] = {Isa::Scalar, Isa::Avx2, Isa::Avx512, Isa::Amx, Isa::Neon, Isa::NeonI8mm};
+constexpr Isa kIsas[] = {Isa::Scalar, Isa::Avx2, Isa::AvxVnni, Isa::Avx512,
+                         Isa::Amx,    Isa::Neon, Isa::NeonI8mm};
 
 #if (defined(__x86_64__) || defined(_M_X64)) && (defined(__GNUC__) || defined(__clang__))
 // The builtins look at CPUID and at XGETBV, so a kernel that does not save the wide registers
@@ -26,6 +31,12 @@ bool has_avx2() {
          __builtin_cpu_supports("f16c");
 }
 
+// Clang's builtin knows no name for it. Bit 4 of EAX in leaf 7, subleaf 1.
+bool has_avx_vnni() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return has_avx2() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax >> 4 & 1) != 0;
+}
+
 bool has_avx512_vnni() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
@@ -33,6 +44,7 @@ bool has_avx512_vnni() {
 }
 #else
 bool has_avx2() { return false; }
+bool has_avx_vnni() { return false; }
 bool has_avx512_vnni() { return false; }
 #endif
 
@@ -88,6 +100,8 @@ const char* isa_name(Isa isa) {
       return "scalar";
     case Isa::Avx2:
       return "avx2";
+    case Isa::AvxVnni:
+      return "avx-vnni";
     case Isa::Avx512:
       return "avx512";
     case Isa::Amx:
@@ -106,6 +120,8 @@ bool is_isa_available(Isa isa) {
       return true;
     case Isa::Avx2:
       return has_avx2();
+    case Isa::AvxVnni:
+      return has_avx_vnni();
     case Isa::Avx512:
       return has_avx512_vnni();
     case Isa::Amx:

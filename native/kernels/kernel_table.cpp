@@ -15,6 +15,7 @@ std::atomic<Isa>& chosen_isa() {
 const KernelTable& kernel_table(Isa isa) {
   const KernelTable* table = nullptr;
   if (isa == Isa::Avx2) table = avx2_table();
+  if (isa == Isa::AvxVnni) table = avx_vnni_table();
   if (isa == Isa::Avx512) table = avx512_table();
   if (isa == Isa::Amx) table = amx_table();
   if (isa == Isa::Neon) table = neon_table();

@@ -88,6 +88,7 @@ void set_isa(Isa isa);
 // Defined by the instruction sets' own files; null where the compiler targets another processor.
 const KernelTable* scalar_table();
 const KernelTable* avx2_table();
+const KernelTable* avx_vnni_table();
 const KernelTable* avx512_table();
 const KernelTable* amx_table();
 const KernelTable* neon_table();

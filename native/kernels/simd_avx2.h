@@ -1,4 +1,5 @@
-// Sixteen lanes in two 256-bit registers, AVX2 with FMA and F16C.
+// Sixteen lanes in two 256-bit registers, AVX2 with FMA and F16C, and AVX-VNNI where it is built
+// for.
 #pragma once
 
 #include <immintrin.h>
@@ -167,8 +168,17 @@ inline constexpr int kTileRowsMost = 4;
 // The same where bits of codes lie apart.
 inline constexpr int kSuperRowsMost = kTileRowsMost;
 
+#if defined(__AVXVNNI__)
+// As in simd_avx512.h.
+inline constexpr int kQ8Offset = 128;
+inline Bytes q8_weights(Bytes codes) {
+  const __m256i top = _mm256_set1_epi8(static_cast<char>(0x80));
+  return {_mm256_xor_si256(codes.a, top), _mm256_xor_si256(codes.b, top)};
+}
+#else
 inline constexpr int kQ8Offset = 0;
 inline Bytes q8_weights(Bytes codes) { return codes; }
+#endif
 
 // Entry n of sixteen bytes for each nibble n.
 inline Bytes look_up(__m128i entries, Bytes nibbles) {
@@ -198,6 +208,14 @@ inline int32_t quad_bits(const int8_t* quad) {
   std::memcpy(&r, quad, 4);
   return r;
 }
+#if defined(__AVXVNNI__)
+inline Ints dot_q8(Ints acc, Bytes w, const int8_t* quad) {
+  const __m256i x = _mm256_set1_epi32(quad_bits(quad));
+  return {_mm256_dpbusd_avx_epi32(acc.a, w.a, x), _mm256_dpbusd_avx_epi32(acc.b, w.b, x)};
+}
+template <int most>
+using SmallRun = WideRun<Ints, dot_q8, 2>;
+#else
 // A sum that is made where it is written. GCC is free to reorder sums of integers: it would keep
 // all products of a group, in memory, and add them at its end.
 inline __m256i added(__m256i sum) {
@@ -240,7 +258,8 @@ struct NarrowRun {
 };
 // Of larger weights four or fewer quads fit, which gained nothing.
 template <int most>
-using SmallRun = std::conditional_t<(most <= 15), NarrowRun, WideRun<Ints, dot_small, 2>>;
+using SmallRun = std::conditional_t<(most <= 15), NarrowRun, WideRun<Ints, dot_small, 2> >;
+#endif
 
 // As in simd_avx512.h, must be inlined.
 [[gnu::always_inline]] inline void prefetch(const void* p) {

@@ -23,7 +23,7 @@ EMBEDDING_PLACES = ("auto", "resident", "drive")
 LOSSY_MODES = ("expert_top_p", "expert_top_k", "cache_aware_routing", "drop_cold")
 LOSSY_CHECK_EVERY = 16
 LOSSY_OPTIONS = (*LOSSY_MODES, "lossy_check_every", "max_kl")
-ISAS = ("auto", "scalar", "avx2", "avx512", "amx", "neon", "neon-i8mm")
+ISAS = ("auto", "scalar", "avx2", "avx-vnni", "avx512", "amx", "neon", "neon-i8mm")
 
 TUNE_MINUTES, TUNE_TOKENS = 5.0, 48  # of all measurements; decoded in each run
 

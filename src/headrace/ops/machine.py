@@ -9,7 +9,7 @@ from headrace.arrays import Bytes
 
 
 def isa() -> str:
-    """The instruction set in use: scalar, avx2, avx512, amx, neon or neon-i8mm."""
+    """The instruction set in use: scalar, avx2, avx-vnni, avx512, amx, neon or neon-i8mm."""
     return _core.isa()
 
 
