@@ -56,6 +56,12 @@ def feed(monkeypatch: pytest.MonkeyPatch) -> Any:
     return put
 
 
+def test_words_without_quotes_get_a_hint(cli: Any) -> None:
+    result = cli("run", "Once", "upon", "a", "time")
+    assert result.status == 2
+    assert "quotes" in result.err
+
+
 def test_run_streams_text_and_tells_the_cost_on_stderr(cli: Any, tiny: Path) -> None:
     result = cli("run", tiny, "hello", "-n", 8, "--temperature", 0, *QUIET)
     assert result.status == 0

@@ -173,6 +173,8 @@ def _run(arguments: list[str]) -> int:
         return status if isinstance(status, int) else 0
     except _ClickException as error:
         error.show()
+        if "unexpected extra argument" in error.format_message():
+            print("hint: a text of several words stands in quotes", file=sys.stderr)
         return 2 if isinstance(error, _UsageError) else 1
     except (typer.Abort, KeyboardInterrupt):
         return 130
