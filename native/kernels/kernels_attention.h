@@ -45,7 +45,8 @@ struct Ahead {
   bool is_on;
 };
 
-// The fetches of one loop, each step of which reads `bytes` and so fetches as many.
+// The fetches of one loop, each step of which reads `bytes` for the first time and so fetches as
+// many.
 template <int bytes>
 class Fetcher {
  public:
@@ -88,17 +89,27 @@ HEADRACE_INLINE inline void add_outer(const Floats* x, const Floats* y, Floats* 
 
 using Scores = float[kMaxPageTokens];
 
-// Scores of V vectors of keys: a chain over d per key.
-template <Format F, int Q, int V>
+// Of a block of Q queries, those whose accumulators stay in registers, and the vectors of keys or
+// dims that these go through at once.
+template <int Q>
+inline constexpr int kTileQueries = Q < kFloatTile ? Q : kFloatTile;
+template <int Q, int most>
+inline constexpr int kTileVectors =
+    kFloatTile / kTileQueries<Q> < most ? kFloatTile / kTileQueries<Q> : most;
+
+// Scores of V vectors of keys for the queries of a tile, the first of which is number `from` of its
+// block: a chain over d per key.
+template <Format F, int Q, int from, int V>
 void page_scores_at(const PageArgs& page, const float* packed, int32_t key, Scores* scores,
                     Ahead& ahead) {
-  Floats acc[Q * V];
-  clear<Q * V>(acc);
+  constexpr int kQueries = kTileQueries<Q>;
+  Floats acc[kQueries * V];
+  clear<kQueries * V>(acc);
   const int64_t stride = int64_t{page.page_tokens} * kItemBytes<F>;
   const std::byte* keys = page.keys + int64_t{key} * kItemBytes<F>;
   const std::byte* scales = page.keys + page.head_dim * stride + int64_t{key} * 2;
   const int32_t group = F == Format::Q8 ? kKvGroup : page.head_dim;
-  Fetcher<V * 16 * kItemBytes<F>> fetcher(ahead);
+  Fetcher<from == 0 ? V * 16 * kItemBytes<F> : 0> fetcher(ahead);
   for (int32_t first = 0; first < page.head_dim; first += group) {
     Floats scale[V];
     if constexpr (F == Format::Q8) {
@@ -114,28 +125,39 @@ void page_scores_at(const PageArgs& page, const float* packed, int32_t key, Scor
       });
       keys += stride;
       fetcher.step();
-      Floats x[Q];
-      unroll<Q>([&](int q) HEADRACE_INLINE { x[q] = splat(packed[int64_t{d} * Q + q]); });
-      add_outer<Q, V>(x, k, acc);
+      Floats x[kQueries];
+      unroll<kQueries>([&](int q)
+                           HEADRACE_INLINE { x[q] = splat(packed[int64_t{d} * Q + from + q]); });
+      add_outer<kQueries, V>(x, k, acc);
     }
   }
   const Floats scale = splat(page.scale);
-  unroll<Q * V>([&](int i) HEADRACE_INLINE {
-    store(scores[i / V] + key + 16 * (i % V), mul(acc[i], scale));
+  unroll<kQueries * V>([&](int i) HEADRACE_INLINE {
+    store(scores[from + i / V] + key + 16 * (i % V), mul(acc[i], scale));
   });
+}
+
+// The same for all queries of the block.
+template <Format F, int Q, int V, int from = 0>
+void block_scores_at(const PageArgs& page, const float* packed, int32_t key, Scores* scores,
+                     Ahead& ahead) {
+  page_scores_at<F, Q, from, V>(page, packed, key, scores, ahead);
+  if constexpr (from + kTileQueries<Q> < Q) {
+    block_scores_at<F, Q, V, from + kTileQueries<Q>>(page, packed, key, scores, ahead);
+  }
 }
 
 // Scores of the keys [begin, end), both moved outwards to multiples of 16.
 template <Format F, int Q>
 void page_scores(const PageArgs& page, const float* packed, int32_t begin, int32_t end,
                  Scores* scores, Ahead& ahead) {
-  constexpr int kVectors = Q == 8 ? 2 : 4;
+  constexpr int kVectors = kTileVectors<Q, 4>;
   int32_t key = begin / 16 * 16;
   for (; key + 16 * (kVectors - 1) < end && key + 16 * kVectors <= page.page_tokens;
        key += 16 * kVectors) {
-    page_scores_at<F, Q, kVectors>(page, packed, key, scores, ahead);
+    block_scores_at<F, Q, kVectors>(page, packed, key, scores, ahead);
   }
-  for (; key < end; key += 16) page_scores_at<F, Q, 1>(page, packed, key, scores, ahead);
+  for (; key < end; key += 16) block_scores_at<F, Q, 1>(page, packed, key, scores, ahead);
 }
 
 // How a page joins what was seen before: accumulator = fma(accumulator, keep, page * take).
@@ -232,18 +254,19 @@ inline void join_values(const Join& join, Floats acc, float* target, int n) {
   store_some(target, acc, n);
 }
 
-// V vectors of dims from d, n lanes of the last: a chain over the keys [begin, end) per dim,
-// starting at 0 in each page. A weight of 0 for a key that a query does not see would not do, since
-// 0 * NaN of a stale place is NaN.
-template <Format F, int Q, int V>
+// V vectors of dims from d, n lanes of the last, for the queries of a tile: a chain over the keys
+// [begin, end) per dim, starting at 0 in each page. A weight of 0 for a key that a query does not
+// see would not do, since 0 * NaN of a stale place is NaN.
+template <Format F, int Q, int from, int V>
 void page_values_at(const PageArgs& page, const PageQuery* queries, const Scores* weights,
                     const float* scales, const Join* joins, int32_t d, int n, Ahead& ahead) {
-  Floats acc[Q * V];
-  clear<Q * V>(acc);
+  constexpr int kQueries = kTileQueries<Q>;
+  Floats acc[kQueries * V];
+  clear<kQueries * V>(acc);
   const int64_t stride = int64_t{page.head_dim} * kItemBytes<F>;
   const std::byte* values = page.values + queries[0].begin * stride + int64_t{d} * kItemBytes<F>;
   scales += int64_t{d} / kKvGroup * page.page_tokens;
-  Fetcher<V * 16 * kItemBytes<F>> fetcher(ahead);
+  Fetcher<from == 0 ? V * 16 * kItemBytes<F> : 0> fetcher(ahead);
   for (int32_t key = queries[0].begin; key < queries[0].end; ++key) {
     Floats value[V];
     unroll<V>([&](int v) HEADRACE_INLINE {
@@ -255,29 +278,42 @@ void page_values_at(const PageArgs& page, const PageQuery* queries, const Scores
     });
     values += stride;
     fetcher.step();
-    Floats w[Q];
-    unroll<Q>([&](int q) HEADRACE_INLINE { w[q] = splat(weights[q][key]); });
-    add_outer<Q, V>(w, value, acc);
+    Floats w[kQueries];
+    unroll<kQueries>([&](int q) HEADRACE_INLINE { w[q] = splat(weights[from + q][key]); });
+    add_outer<kQueries, V>(w, value, acc);
   }
-  unroll<Q * V>([&](int i) HEADRACE_INLINE {
-    join_values(joins[i / V], acc[i], queries[i / V].state + d + 16 * (i % V), V == 1 ? n : 16);
+  unroll<kQueries * V>([&](int i) HEADRACE_INLINE {
+    const int q = from + i / V;
+    join_values(joins[q], acc[i], queries[q].state + d + 16 * (i % V), V == 1 ? n : 16);
   });
+}
+
+// The same for all queries of the block.
+template <Format F, int Q, int V, int from = 0>
+void block_values_at(const PageArgs& page, const PageQuery* queries, const Scores* weights,
+                     const float* scales, const Join* joins, int32_t d, int n, Ahead& ahead) {
+  page_values_at<F, Q, from, V>(page, queries, weights, scales, joins, d, n, ahead);
+  if constexpr (from + kTileQueries<Q> < Q) {
+    block_values_at<F, Q, V, from + kTileQueries<Q>>(page, queries, weights, scales, joins, d, n,
+                                                     ahead);
+  }
 }
 
 template <Format F, int Q>
 void page_values(const PageArgs& page, const PageQuery* queries, const Scores* weights,
                  const float* scales, const Join* joins, Ahead& ahead) {
-  constexpr int kVectors = Q == 8 ? 2 : Q == 1 ? 8 : 4;
+  constexpr int kMost = Q == 1 ? 8 : 4;
+  constexpr int kVectors = kTileVectors<Q, kMost>;
   int32_t d = 0;
   for (; d + 16 * kVectors <= page.head_dim; d += 16 * kVectors) {
-    page_values_at<F, Q, kVectors>(page, queries, weights, scales, joins, d, 16, ahead);
+    block_values_at<F, Q, kVectors>(page, queries, weights, scales, joins, d, 16, ahead);
   }
   for (; kVectors > 2 && d + 32 <= page.head_dim; d += 32) {
-    page_values_at<F, Q, 2>(page, queries, weights, scales, joins, d, 16, ahead);
+    block_values_at<F, Q, 2>(page, queries, weights, scales, joins, d, 16, ahead);
   }
   for (; d < page.head_dim; d += 16) {
     const int n = page.head_dim - d < 16 ? page.head_dim - d : 16;
-    page_values_at<F, Q, 1>(page, queries, weights, scales, joins, d, n, ahead);
+    block_values_at<F, Q, 1>(page, queries, weights, scales, joins, d, n, ahead);
   }
 }
 
@@ -356,7 +392,10 @@ void attend_page(const PageArgs& page, const PageQuery* queries, int32_t count,
 // ---- latents. The heads lie side by side in the lanes, since all of them read the same latents.
 
 constexpr int kHeadVectors = kLatentHeads / 16;
-constexpr int kLatentKeys = 8;  // tokens scored together
+constexpr int kLatentKeys = kFloatTile / kHeadVectors;  // tokens scored together
+// Vectors of dims, and heads, whose values are summed together.
+constexpr int kValueVectors = kFloatTile < 16 ? 1 : 2;
+constexpr int kValueHeads = kFloatTile / kValueVectors;
 
 template <Format F>
 void widen_latents(const LatentArgs& page, int32_t first, int32_t past, float* scales,
@@ -448,24 +487,23 @@ inline void latent_softmax(const LatentArgs& page, float* scores, Join* joins) {
   }
 }
 
-// V vectors of dims from d, n lanes of the last, of eight heads: a chain over the tokens.
+// V vectors of dims from d, n lanes of the last, of kValueHeads heads: a chain over the tokens.
 template <int V>
 void latent_values_at(const LatentArgs& page, const float* wide, const float* weights,
                       const Join* joins, float* states, int32_t d, int n) {
-  constexpr int kHeads = 8;
-  Floats acc[kHeads * V];
-  clear<kHeads * V>(acc);
+  Floats acc[kValueHeads * V];
+  clear<kValueHeads * V>(acc);
   for (int32_t token = page.begin; token < page.end; ++token) {
     const float* row = wide + int64_t{token} * page.width + d;
     Floats value[V];
     unroll<V>([&](int v)
                   HEADRACE_INLINE { value[v] = V == 1 ? load_some(row, n) : load(row + 16 * v); });
-    Floats w[kHeads];
-    unroll<kHeads>(
+    Floats w[kValueHeads];
+    unroll<kValueHeads>(
         [&](int h) HEADRACE_INLINE { w[h] = splat(weights[int64_t{token} * kLatentHeads + h]); });
-    add_outer<kHeads, V>(w, value, acc);
+    add_outer<kValueHeads, V>(w, value, acc);
   }
-  unroll<kHeads * V>([&](int i) HEADRACE_INLINE {
+  unroll<kValueHeads * V>([&](int i) HEADRACE_INLINE {
     float* target = states + int64_t{i / V} * state_stride(page.value_dim) + d + 16 * (i % V);
     join_values(joins[i / V], acc[i], target, V == 1 ? n : 16);
   });
@@ -485,19 +523,19 @@ void attend_latents(const LatentArgs& page) {
   }
   Join joins[kLatentHeads];
   latent_softmax(page, scores, joins);
-  // Dims outside, heads inside: the values of 32 dims stay in the first cache for all heads.
-  for (int32_t d = 0; d < page.value_dim; d += 32) {
-    for (int32_t h = 0; h < page.num_heads; h += 8) {
+  // Dims outside, heads inside: the values of a few dims stay in the first cache for all heads.
+  for (int32_t d = 0; d < page.value_dim;) {
+    const int32_t left = page.value_dim - d;
+    const bool is_whole = left >= 16 * kValueVectors;
+    for (int32_t h = 0; h < page.num_heads; h += kValueHeads) {
       float* states = page.states + int64_t{h} * state_stride(page.value_dim);
-      const int32_t left = page.value_dim - d;
-      if (left >= 32) {
-        latent_values_at<2>(page, wide, scores + h, joins + h, states, d, 16);
-        continue;
+      if (is_whole) {
+        latent_values_at<kValueVectors>(page, wide, scores + h, joins + h, states, d, 16);
+      } else {
+        latent_values_at<1>(page, wide, scores + h, joins + h, states, d, left < 16 ? left : 16);
       }
-      latent_values_at<1>(page, wide, scores + h, joins + h, states, d, left < 16 ? left : 16);
-      if (left <= 16) continue;
-      latent_values_at<1>(page, wide, scores + h, joins + h, states, d + 16, left - 16);
     }
+    d += is_whole ? 16 * kValueVectors : 16;
   }
 }
 

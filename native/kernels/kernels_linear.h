@@ -249,6 +249,11 @@ struct Bf16Weights {
   static Floats load_weights(const unsigned char* p) { return load_bf16(p); }
 };
 
+// Rows of a tile, and blocks of B that its accumulators leave room for.
+constexpr int kFloatRows = 4;
+template <int B>
+inline constexpr int kFloatBlocks = B < kFloatTile / kFloatRows ? B : kFloatTile / kFloatRows;
+
 template <class W, int B, int R>
 void float_tile(const LinearArgs& a, int32_t block, int32_t row) {
   const unsigned char* w[B];
@@ -277,7 +282,11 @@ void float_tile(const LinearArgs& a, int32_t block, int32_t row) {
 template <class W, int B>
 void float_rows(const LinearArgs& a, int32_t block) {
   int32_t row = 0;
-  for (; row + 4 <= a.num_rows; row += 4) float_tile<W, B, 4>(a, block, row);
+  for (; row + kFloatRows <= a.num_rows; row += kFloatRows) {
+    for (int b = 0; b < B; b += kFloatBlocks<B>) {
+      float_tile<W, kFloatBlocks<B>, kFloatRows>(a, block + b, row);
+    }
+  }
   for (; row < a.num_rows; ++row) float_tile<W, B, 1>(a, block, row);
 }
 
@@ -330,7 +339,11 @@ void f8_tile(const LinearArgs& a, int32_t block, int32_t row) {
 template <int B>
 void f8_rows(const LinearArgs& a, int32_t block) {
   int32_t row = 0;
-  for (; row + 4 <= a.num_rows; row += 4) f8_tile<B, 4>(a, block, row);
+  for (; row + kFloatRows <= a.num_rows; row += kFloatRows) {
+    for (int b = 0; b < B; b += kFloatBlocks<B>) {
+      f8_tile<kFloatBlocks<B>, kFloatRows>(a, block + b, row);
+    }
+  }
   for (; row < a.num_rows; ++row) f8_tile<B, 1>(a, block, row);
 }
 

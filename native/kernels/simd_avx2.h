@@ -163,6 +163,9 @@ inline constexpr bool kLanesInRegisters = true;
 // Blocks that one row is multiplied with at once.
 inline constexpr int kStreams = 2;
 
+// Accumulators of products of floats that stay in registers: eight of the sixteen there are.
+inline constexpr int kFloatTile = 4;
+
 // Rows of a tile of products: eight of the sixteen registers are their dots of one group.
 inline constexpr int kTileRowsMost = 4;
 // The same where bits of codes lie apart.

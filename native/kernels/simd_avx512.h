@@ -125,6 +125,9 @@ inline constexpr bool kLanesInRegisters = true;
 // Blocks that one row is multiplied with at once.
 inline constexpr int kStreams = 2;
 
+// Accumulators of products of floats that stay in registers: half of the 32 there are.
+inline constexpr int kFloatTile = 16;
+
 // Rows of a tile of products: their sums and their dots of one group, beside two vectors of
 // weights.
 inline constexpr int kTileRowsMost = 8;

@@ -233,6 +233,9 @@ inline constexpr bool kLanesInRegisters = true;
 // Blocks that one row is multiplied with at once.
 inline constexpr int kStreams = 1;
 
+// Accumulators of products of floats that stay in registers: sixteen of the 32 there are.
+inline constexpr int kFloatTile = 4;
+
 // Rows of a tile of products: their dots of one group take half the registers.
 inline constexpr int kTileRowsMost = 4;
 // The same where bits of codes lie apart.

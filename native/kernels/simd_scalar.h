@@ -212,6 +212,9 @@ inline constexpr bool kLanesInRegisters = false;
 // Blocks that one row is multiplied with at once.
 inline constexpr int kStreams = 1;
 
+// Accumulators of products of floats.
+inline constexpr int kFloatTile = 16;
+
 // Rows of a tile of products.
 inline constexpr int kTileRowsMost = 4;
 // The same where bits of codes lie apart: each row more is a loop for each vector of a group.
