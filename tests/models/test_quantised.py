@@ -162,6 +162,46 @@ def test_what_is_not_read_is_refused_with_a_list(settings: dict[str, Any], tmp_p
         open_checkpoint(tmp_path, None)
 
 
+@pytest.mark.parametrize(
+    ("case", "name", "value"),
+    [
+        ("packed-sym-64", "transform_config", {"config_groups": {"R1": {"type": "hadamard"}}}),
+        ("gptq-32", "is_marlin_format", True),
+        ("gptq-32", "rotation", "hadamard"),
+        ("awq-128", "smoothing", 0.5),
+        ("fp8", "weight_transform", "rotate"),
+        ("modelopt", "pre_quant_scale", True),
+    ],
+)
+def test_a_field_that_nobody_knows_is_refused_by_name(
+    case: str, name: str, value: Any, tmp_path: Path
+) -> None:
+    settings, make, *_ = CASES[case]
+    _write(tmp_path, {**settings, name: value}, make)
+    with pytest.raises(UnsupportedModelError, match=f"unknown field: {name} = "):
+        open_checkpoint(tmp_path, None)
+    _write(tmp_path, {**settings, name: None}, make)
+    open_checkpoint(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "expected"),
+    [
+        ("packed-sym-64", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "format dense"),
+        ("packed-sym-64", {"config_groups": {"a": {"format": "float-quantized"}}}, "each group"),
+        ("fp8", {"fmt": "e5m2"}, "fmt e4m3"),
+        ("gptq-32", {"checkpoint_format": None, "format": "marlin"}, "gptq or gptq_v2"),
+    ],
+)
+def test_an_option_that_changes_values_is_refused(
+    case: str, changes: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    settings, make, *_ = CASES[case]
+    _write(tmp_path, {**settings, **changes}, make)
+    with pytest.raises(UnsupportedModelError, match=expected):
+        open_checkpoint(tmp_path, None)
+
+
 def test_settings_that_are_no_object(tmp_path: Path) -> None:
     _write(tmp_path, [], CASES["fp8"][1])  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"malformed config\.json: quantization_config"):

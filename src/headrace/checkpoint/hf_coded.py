@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from headrace.arrays import Bytes, Float32
-from headrace.checkpoint.hf_quantised import FP8_TILE, Quantised
+from headrace.checkpoint.hf_quant_config import FP8_TILE
+from headrace.checkpoint.hf_quantised import Quantised
 from headrace.checkpoint.records import (
     EXPERT_ROLES,
     ExpertNames,

@@ -23,6 +23,7 @@ import numpy as np
 from headrace import _core
 from headrace.arrays import Bytes, Float32
 from headrace.checkpoint.base import Matrix, TensorInfo, to_float32
+from headrace.checkpoint.hf_quant_config import FP8_TILE, read_method, require_known
 from headrace.checkpoint.records import FLOAT_FORMATS
 from headrace.checkpoint.safetensors import TensorEntry
 from headrace.checkpoint.values import check_finite, read_range
@@ -31,7 +32,6 @@ from headrace.quant import e4m3_to_float
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """Nibble i of a word, lowest first, is this one of the word's eight outputs."""
-FP8_TILE = 128
 _PACKED_GROUPS = {"q4f": (32, 64), "q4a": (32, 64), "q8f": (16,), "mxfp4": (32,), "f8": (128,)}
 _TWICE_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 _SUFFIXES = {
@@ -192,9 +192,12 @@ def find_quantised(
         CheckpointError: a matrix lacks a part, or a part has another shape than the rest asks.
     """
     settings = config.get("quantization_config")
-    if settings is None or _is_of_experts_alone(settings):
+    if settings is None:
         return {}, dict(tensors)
-    method, zero_offset = _read_method(settings)
+    if isinstance(settings, dict) and settings.get("quant_method") == "mxfp4":
+        require_known(settings, "mxfp4")
+        return {}, dict(tensors)  # only fused experts are in codes (`hf_fused_ranges`): gpt-oss
+    method, zero_offset = read_method(settings)
     needed = _SUFFIXES[method]
     key = needed[0] if method in ("awq", "gptq") else needed[1]
     modules = {n.removesuffix("." + key) for n in tensors if n.endswith("." + key)}
@@ -220,65 +223,6 @@ def find_quantised(
                 f"expected it beside {name}, which is {entry.dtype}, file {entry.path}"
             )
     return found, rest
-
-
-def _is_of_experts_alone(settings: Any) -> bool:
-    """Whether only fused experts are in codes (`hf_fused_ranges`), as in gpt-oss."""
-    return isinstance(settings, dict) and settings.get("quant_method") == "mxfp4"
-
-
-def _read_method(settings: Any) -> tuple[str, int]:
-    """Return the method, one of _SUFFIXES, and what is added to its zero points."""
-    if not isinstance(settings, dict):
-        raise CheckpointError(
-            "malformed config.json: quantization_config\n"
-            f"expected an object, got {str(settings)[:100]}"
-        )
-    method = settings.get("quant_method")
-    if method == "compressed-tensors":
-        method = settings.get("format")
-        _require(settings, "pack-quantized", method in _SUFFIXES and "-" in str(method))
-        if method == "pack-quantized":
-            for group in _objects(settings.get("config_groups")):
-                weights = group.get("weights") or {}
-                is_read = (weights.get("num_bits"), weights.get("type")) == (4, "int")
-                _require(settings, "weights of 4 bits, type int", is_read)
-        return str(method), 0
-    _require(settings, "", method in ("fp8", "awq", "gptq", "modelopt"))
-    if method == "modelopt":
-        _require(settings, "quant_algo NVFP4", settings.get("quant_algo") == "NVFP4")
-        return "modelopt", 0
-    if method == "fp8":
-        tile = settings.get("weight_block_size")
-        _require(settings, "weight_block_size [128, 128]", tile == [FP8_TILE, FP8_TILE])
-        return "fp8", 0
-    _require(settings, "bits 4", settings.get("bits") == 4)
-    if method == "awq":
-        _require(settings, "version gemm", str(settings.get("version", "gemm")).lower() == "gemm")
-        _require(settings, "zero_point true", settings.get("zero_point", True) is True)
-        return "awq", 0
-    _require(settings, "desc_act false", not settings.get("desc_act"))
-    stored = settings.get("checkpoint_format", "gptq")
-    _require(settings, "checkpoint_format gptq or gptq_v2", stored in ("gptq", "gptq_v2"))
-    return "gptq", 1 if stored == "gptq" else 0
-
-
-def _objects(value: Any) -> list[dict[str, Any]]:
-    values = value.values() if isinstance(value, dict) else ()
-    return [item for item in values if isinstance(item, dict)]
-
-
-def _require(settings: Mapping[str, Any], what: str, is_so: bool) -> None:
-    if is_so:
-        return
-    got = {k: v for k, v in settings.items() if isinstance(v, str | int | bool | list)}
-    raise UnsupportedModelError(
-        f"quantization_config is not supported: {str(got)[:300]}\n"
-        + (f"expected {what}\n" if what else "")
-        + "read are: fp8 (128 x 128 blocks), awq (gemm, 4 bits), gptq (4 bits, without desc_act), "
-        "modelopt (NVFP4), and of compressed-tensors pack-quantized (4 bits), nvfp4-pack-quantized "
-        "and mxfp4-pack-quantized"
-    )
 
 
 def _stated_cols(parts: Mapping[str, TensorEntry]) -> int | None:
