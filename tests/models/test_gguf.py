@@ -1,5 +1,7 @@
 """GGUF files: exact values, the same bits as the Hugging Face checkpoint, and bad files named."""
 
+import base64
+import hashlib
 import importlib.util
 import json
 import struct
@@ -12,12 +14,14 @@ import tokenizers
 from tiny_gguf import fixture_metadata, fixture_tensors, pack_file, write_fixture
 from tiny_models import make_case, open_model, read_expected, run
 
+from headrace import _core
 from headrace.checkpoint.gguf import GgufCheckpoint, config_from_metadata
-from headrace.checkpoint.gguf_blocks import FLOATING, QUANTISED, dequantize
+from headrace.checkpoint.gguf_blocks import FLOATING, QUANTISED, dequantize, packed_format
 from headrace.checkpoint.gguf_header import BLOCK_TYPES, read_header
 from headrace.config import SamplingParams
 from headrace.convert import GgufRecipe, convert_to_gguf
 from headrace.errors import CheckpointError, EngineError, UnsupportedModelError
+from headrace.inspect import describe
 from headrace.llm import LLM
 from headrace.models.registry import load_spec
 
@@ -60,8 +64,29 @@ def test_blocks_stand_for_these_numbers(name: str) -> None:
     assert float(values[1].sum()) == total
 
 
+RANDOM_BLOCKS = json.loads(
+    (Path(__file__).parents[1] / "fixtures" / "gguf_blocks.json").read_text()
+)
+
+
+@pytest.mark.parametrize("name", sorted(QUANTISED))
+def test_random_blocks_have_the_values_of_the_gguf_package(name: str) -> None:
+    """To the bit, as `scripts/make_gguf_fixture.py` recorded them; packed in memory, too."""
+    blocks = np.frombuffer(base64.b64decode(RANDOM_BLOCKS[name]["blocks"]), np.uint8)
+    rows = blocks.reshape(-1, QUANTISED[name].nbytes)
+    values = dequantize(rows, name)
+    digest = hashlib.sha256(values.astype("<f4").tobytes()).hexdigest()
+    assert digest == RANDOM_BLOCKS[name]["values_sha256"]
+    number = next(n for n, type in BLOCK_TYPES.items() if type.name == name)
+    format, group = packed_format(name)
+    packed = _core.aligned_empty(_core.packed_bytes(format, *values.shape, group))
+    _core.repack_gguf(rows, number, values.shape[1], format, group, packed)
+    held = _core.unpack(_core.Matrix(packed, format, *values.shape, group))
+    np.testing.assert_array_equal(held, values)
+
+
 def test_every_quantised_type_has_a_golden_block() -> None:
-    assert set(GOLDEN) == set(QUANTISED)
+    assert set(GOLDEN) == set(QUANTISED) == set(RANDOM_BLOCKS)
 
 
 @pytest.mark.parametrize("type", ["F32", "BF16"])
@@ -100,8 +125,8 @@ def test_a_bos_token_is_added_where_the_file_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"general__architecture": "mamba"}, "'mamba' with 0 experts"),
-        ({"general__architecture": "qwen3", "qwen3__expert_count": 8}, "'qwen3' with 8 experts"),
+        ({"general__architecture": "mamba"}, "'mamba' without experts"),
+        ({"general__architecture": "qwen3", "qwen3__expert_count": 8}, "'qwen3' with experts"),
         ({"llama__attention__sliding_window": 64}, "`llama.attention.sliding_window`"),
         ({"llama__rope__dimension_count": 6}, "`llama.rope.dimension_count: 6`"),
     ],
@@ -111,6 +136,21 @@ def test_what_is_not_supported_is_named(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=words):
         GgufCheckpoint(write_fixture(tmp_path / "tiny.gguf", **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"llama__attention__head_count": 2**31 - 1}, "`head_dim`"),
+        ({"llama__attention__layer_norm_rms_epsilon": float("nan")}, "rms_norm_eps"),
+        ({"llama__block_count": 2**32 - 1}, "block_count.*\nexpected an integer from 0 to 2147"),
+    ],
+)
+def test_a_bad_size_names_the_file(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    path = write_fixture(tmp_path / "tiny.gguf", **changes)
+    with pytest.raises(EngineError, match=words) as caught:
+        describe(path)
+    assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize(
