@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -39,6 +40,7 @@ FIRST_BYTES = 1 << 16
 MAX_ATTEMPTS = 6
 """A range is given up after so many answers in a row that brought no byte."""
 NUM_CONNECTIONS = 8
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _OFFLINE = ("1", "true", "yes", "on")
 
 
@@ -177,6 +179,12 @@ class Repository:
                 yield piece
 
 
+def is_hub_id(text: str) -> bool:
+    """Whether a word has the form OWNER/NAME, and is no file of weights that is missing."""
+    is_file = text.endswith((".gguf", ".safetensors"))
+    return not is_file and _HUB_ID.fullmatch(text) is not None
+
+
 def open_repository(repo_id: str, revision: str | None = None) -> Repository:
     """Ask the hub what a model repository holds.
 
@@ -187,6 +195,8 @@ def open_repository(repo_id: str, revision: str | None = None) -> Repository:
     Raises:
         CheckpointError: no such repository or revision, gated, no network, or no safetensors.
     """
+    if not is_hub_id(repo_id):
+        raise CheckpointError(f"no repository id: {repo_id}\nexpected OWNER/NAME")
     if is_offline():
         raise CheckpointError(
             f"{repo_id} was not pulled, and HF_HUB_OFFLINE forbids the network\n"
@@ -203,7 +213,10 @@ def open_repository(repo_id: str, revision: str | None = None) -> Repository:
     small = (CONFIG_NAME, GENERATION_CONFIG_NAME, *TOKENIZER_FILES)
     files = {name: found[name] for name in small if name in found}
     if CONFIG_NAME not in files:
-        raise CheckpointError(f"no {CONFIG_NAME} in the repository: {repo_id}, {shown}")
+        message = f"no {CONFIG_NAME} in the repository: {repo_id}, {shown}"
+        if any(name.endswith(".gguf") for name in sizes):
+            message += "\nhint: it holds GGUF files; download one of them and run it by its path"
+        raise CheckpointError(message)
     shards = _shards(Repository(repo_id, info.sha, api.endpoint, found, ()), found)
     if INDEX_NAME in found and SINGLE_NAME not in shards:
         files[INDEX_NAME] = found[INDEX_NAME]

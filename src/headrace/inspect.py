@@ -63,7 +63,7 @@ def open_model(path: Path, drives: Sequence[Path] = ()) -> tuple[ModelSpec, Chec
     Raises:
         CheckpointError, ConfigError, UnsupportedModelError: as `load_spec` and `open_checkpoint`.
     """
-    spec = load_spec(read_config(path))
+    spec = load_spec(read_config(path), path)
     checkpoint = open_checkpoint(path, expert_names(spec), drives)
     check_weights(spec, checkpoint)
     return spec, checkpoint

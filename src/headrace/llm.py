@@ -8,7 +8,6 @@ import logging
 import math
 import operator
 import os
-import re
 import secrets
 import threading
 import weakref
@@ -41,7 +40,7 @@ from headrace.experts.history import default_path
 from headrace.experts.reading import Reading, drive_rates, observe_run, resolve_reading
 from headrace.experts.repack import measure_repack
 from headrace.experts.spread import expected_reads, sum_bytes_per_s
-from headrace.hub import find_pulled
+from headrace.hub import find_pulled, is_hub_id
 from headrace.inspect import open_model
 from headrace.metrics import (
     Receipt,
@@ -66,7 +65,6 @@ Prompt: TypeAlias = str | Sequence[int]
 
 DEMO = "demo"
 RECOUNT_BYTES = 16 << 20
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -710,11 +708,6 @@ def no_such_model(model: str | Path) -> str:
     if is_hub_id(str(model)):
         message += f"\nhint: if it is on the hub, run `headrace pull {model}`"
     return message
-
-
-def is_hub_id(text: str) -> bool:
-    """Whether a word has the form OWNER/NAME."""
-    return _HUB_ID.fullmatch(text) is not None
 
 
 def _expanded(model: str | Path) -> Path | None:

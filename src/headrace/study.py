@@ -87,8 +87,10 @@ def read_text(path: Path) -> str:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read text {path}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read text {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"text is not UTF-8: {path}\n{error}") from None
     if not text.strip():
         raise ConfigError(f"text is empty: {path}")
     return text

@@ -32,7 +32,8 @@ def source(tmp_path: Path) -> Path:
     (["--scales", "largest", "--importance", "x"], "--importance does nothing unless"),
     (["--importance", "x", "--calibrate", "y"], "both weigh errors"),
     (["--dry-run", "--report", "x"], "--report does nothing with --dry-run"),
-    (["--report", "missing.txt"], "cannot read text missing.txt"),
+    (["--report", "missing.txt"], "cannot read text missing.txt: No such file"),
+    (["--calibrate", "missing.txt"], "cannot read text missing.txt: No such file"),
 ])  # fmt: skip
 def test_options_that_make_no_sense(
     cli: Any, source: Path, tmp_path: Path, options: list[str], message: str

@@ -239,11 +239,12 @@ def test_bad_imatrix_files_are_refused(
     assert "imatrix.gguf" in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"GGUF", b"x" * 100])
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"GGUF", b"x" * 100, b"\x02\0\0\0"])
 def test_what_is_no_importance_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "bad").write_bytes(content)
-    with pytest.raises(CheckpointError, match="bad"):
+    with pytest.raises(CheckpointError, match="bad") as caught:
         read_importance(tmp_path / "bad", "qwen3_moe")
+    assert "pickle" not in str(caught.value)
 
 
 def test_a_negative_sum_in_our_own_file_is_refused(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def test_the_commands(server: HubServer, capsys: pytest.CaptureFixture[str]) -> 
     assert _run(["plan", REPO, "--json", *memory]) == 0
     assert json.loads(capsys.readouterr().out)["num_records"] == 12
     assert not pulled_folder(REPO).exists()
-    assert _run(["pull", REPO, "--offline"]) == 2
+    assert _run(["pull", REPO, "--offline"]) == 1
     assert "was not pulled yet" in capsys.readouterr().err
     assert _run(["pull", REPO, "--convert", "tiny"]) == 2
     assert "expected small, balanced, faithful" in capsys.readouterr().err
@@ -299,8 +299,16 @@ def test_unknown_names(server: HubServer) -> None:
         open_repository("owner/other")
     with pytest.raises(CheckpointError, match="no such revision of owner/tiny"):
         open_repository(REPO, "v9")
-    with pytest.raises(CheckpointError, match="no repository id: a/b/c"):
-        open_repository("a/b/c")
+    for name in ("a/b/c", "tiny", "owner/tiny.gguf"):
+        with pytest.raises(CheckpointError, match=f"no repository id: {name}\n.*OWNER/NAME"):
+            open_repository(name)
+
+
+def test_a_repository_of_gguf_files(server: HubServer, source: Path) -> None:
+    (source / "config.json").unlink()
+    (source / "tiny-Q4_K_M.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"no config.json in the repository.*\n.*GGUF files"):
+        open_repository(REPO)
 
 
 def test_no_network(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:

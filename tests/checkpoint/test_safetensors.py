@@ -11,6 +11,7 @@ from checkpoint_helpers import header_of, write_raw, write_safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headrace.checkpoint import read_config
 from headrace.checkpoint.safetensors import read_directory, read_header
 from headrace.errors import CheckpointError
 
@@ -111,6 +112,17 @@ def test_file_shorter_than_its_length_field(length: int, tmp_path: Path) -> None
     (tmp_path / "x").write_bytes(b"\1" * length)
     with pytest.raises(CheckpointError, match="does not fit its file"):
         read_header(tmp_path / "x")
+
+
+def test_a_pointer_of_git_lfs_is_called_one(tmp_path: Path) -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    for name in ("model.safetensors", "model.gguf", "config.json"):
+        (tmp_path / name).write_bytes(pointer)
+    for read, name in ((read_header, "model.safetensors"), (read_config, "model.gguf")):
+        with pytest.raises(CheckpointError, match=f"{name}\n(.*\n)*hint: .*`git lfs pull`"):
+            read(tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"config\.json\n(.*\n)*hint: .*`git lfs pull`"):
+        read_config(tmp_path)
 
 
 def test_header_longer_than_the_file_allocates_nothing(tmp_path: Path) -> None:

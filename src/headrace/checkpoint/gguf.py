@@ -274,10 +274,9 @@ def config_from_metadata(header: GgufHeader) -> dict[str, Any]:
     if (architecture, num_experts > 0) not in MODELS:
         known = [f"{name!r} {'with' if e else 'without'} experts" for name, e in MODELS]
         raise UnsupportedModelError(
-            f"GGUF architecture {architecture!r} with {num_experts} experts is not supported: "
-            f"{header.path}\n"
-            f"expected {', '.join(known)}\n"
-            "hint: use the model's Hugging Face checkpoint"
+            f"GGUF architecture {architecture!r} {'with' if num_experts else 'without'} experts "
+            f"is not supported: {header.path}\n"
+            f"expected {', '.join(known)}"
         )
     model_type = MODELS[architecture, num_experts > 0]
     metadata.refuse_unknown(_KEYS)
@@ -357,6 +356,9 @@ def _rope_scaling(metadata: _Metadata, header: GgufHeader, head_dim: int) -> dic
     return {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
 
 
+_EXPECTED = {int: "an integer from 0 to 2147483647", str: "text", float: "a number", list: "a list"}
+
+
 class _Metadata:
     """The metadata of a header, read with the type expected."""
 
@@ -379,7 +381,7 @@ class _Metadata:
         if not good:
             raise CheckpointError(
                 f"GGUF metadata key `{key}` has an unexpected value: {self._header.path}\n"
-                f"expected {kind.__name__}, got {str(value)[:80]!r}"
+                f"expected {_EXPECTED.get(kind, kind.__name__)}, got {str(value)[:80]!r}"
             )
         return value
 

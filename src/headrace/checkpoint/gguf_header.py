@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from headrace.checkpoint.jsonfile import lfs_hint
 from headrace.errors import CheckpointError, UnsupportedModelError
 
 MAGIC = b"GGUF"
@@ -150,10 +151,11 @@ class _Parser:
 
     def parse(self) -> GgufHeader:
         if self.take(4, "the magic") != MAGIC:
+            hint = lfs_hint(self.view[:64])
             raise CheckpointError(
                 f"not a checkpoint: {self.path}\n"
                 f"expected a directory or a GGUF file, which begins with {MAGIC!r}, "
-                f"got {self.view[:4]!r}"
+                f"got {self.view[:4]!r}" + (f"\nhint: {hint}" if hint else "")
             )
         self.check_version()
         num_tensors = self.count("tensors", least_bytes=24)

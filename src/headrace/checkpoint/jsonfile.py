@@ -17,6 +17,18 @@ MAX_JSON_BYTES = 256 << 20
 """More than any real index: 100,000 tensors take about 10 MB."""
 
 
+_LFS_POINTER = b"version https://git-lfs"
+
+
+def lfs_hint(first_bytes: bytes) -> str:
+    """What to do about a file that a clone without Git LFS left in place of the real one; or ""."""
+    if not first_bytes or not _LFS_POINTER.startswith(first_bytes[: len(_LFS_POINTER)]):
+        return ""
+    return (
+        "the file is a pointer of Git LFS; `git lfs pull` in its folder fetches what it stands for"
+    )
+
+
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
@@ -51,6 +63,8 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
         )
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        hint = lfs_hint(data)
+        reason += f"\nhint: {hint}" if hint else ""
         raise CheckpointError(f"malformed JSON: {where}\n{reason}") from None
     if not isinstance(value, dict):
         raise CheckpointError(

@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from headrace.checkpoint.jsonfile import is_there, parse_object, read_object
+from headrace.checkpoint.jsonfile import is_there, lfs_hint, parse_object, read_object
 from headrace.errors import CheckpointError
 
 DTYPE_BITS: Mapping[str, int] = {
@@ -29,6 +29,7 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 8
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_NO_SAFETENSORS = "the file is truncated or is not safetensors; download it again"
 _SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})\.safetensors")
 
 
@@ -149,7 +150,7 @@ def read_header(path: Path) -> Header:
                     f"safetensors header does not fit its file: {path}\n"
                     f"expected a header of at most {max(limit, 0)} bytes, got "
                     f"{header_bytes if len(prefix) == 8 else 'no length'}\n"
-                    "hint: the file is truncated or is not safetensors; download it again"
+                    f"hint: {lfs_hint(prefix) or _NO_SAFETENSORS}"
                 )
             data = file.read(header_bytes)
     except OSError as error:

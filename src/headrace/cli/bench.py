@@ -136,7 +136,8 @@ def disk(
 
 def _target_path(text: str) -> Path:
     """A model's name or a path."""
-    from headrace.llm import DEMO, is_hub_id, resolve_model
+    from headrace.hub import is_hub_id
+    from headrace.llm import DEMO, resolve_model
 
     path = Path(text).expanduser()
     is_name = text == DEMO or (is_hub_id(text) and not path.exists())

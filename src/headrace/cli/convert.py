@@ -217,8 +217,9 @@ def _write_container(
 
     with usage():
         config = EngineConfig(memory=parse_memory(texts.memory or "auto"))
-        if texts.report is not None:
-            read_text(texts.report)  # a wrong path is said now, not after hours
+        for text in (texts.calibrate, texts.report):
+            if text is not None:
+                read_text(text)  # a wrong path is said now, not after hours
     importance = _importance(source.path, dest, texts, config)
     with byte_progress(sys.stderr.isatty()) as show:
 

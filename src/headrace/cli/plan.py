@@ -51,8 +51,8 @@ def command(
 
 
 def _plan(model: str, engine: EngineConfig) -> "MemoryPlan":
-    from headrace.hub import find_pulled, open_repository
-    from headrace.llm import is_hub_id, plan_model
+    from headrace.hub import find_pulled, is_hub_id, open_repository
+    from headrace.llm import plan_model
     from headrace.pull import remote_headers
 
     if not is_hub_id(model) or Path(model).exists() or find_pulled(model) is not None:

@@ -9,7 +9,7 @@ import typer
 
 from headrace.cli.options import Json, takes, usage
 from headrace.config import LOSSY_OPTIONS, EngineConfig
-from headrace.errors import MemoryBudgetError
+from headrace.errors import CheckpointError, MemoryBudgetError
 
 if TYPE_CHECKING:
     from headrace.checkpoint.layout import Recipe
@@ -61,7 +61,7 @@ def command(
                 raise typer.BadParameter(f"{option} does nothing when the network is not allowed")
         path = find_pulled(hub_id)
         if path is None:
-            raise typer.BadParameter(f"{hub_id} was not pulled yet, and the network is not allowed")
+            raise CheckpointError(f"{hub_id} was not pulled yet, and the network is not allowed")
         _report(hub_id, PullReport(path, _folder_bytes(path), already_there=True), as_json)
         return
     folder = (to or pulled_folder(hub_id)).expanduser()

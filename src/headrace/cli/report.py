@@ -203,7 +203,10 @@ def _speed_line(plan: "MemoryPlan", drive_bytes_per_s: float | None) -> str:
         )
     drive_bytes_per_s = drive_bytes_per_s or plan.drive_bytes_per_s
     if drive_bytes_per_s is None:
-        return "predicted speed: drive not measured (a run measures it, or `headrace bench disk`)"
+        return (
+            "predicted speed: drive not measured (a run or `headrace bench disk FOLDER` does, "
+            "or `plan --drive-bytes-per-s` tells it)"
+        )
     hit_rate = plan.expected_hit_rate or 0.0
     assert speed is not None, "a plan that is not resident misses"
     return (

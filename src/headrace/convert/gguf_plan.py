@@ -104,7 +104,7 @@ def make_gguf_plan(path: Path, recipe: GgufRecipe) -> GgufPlan:
             there, or a format cannot be had without quantising twice.
         ConfigError: the source's config holds a field that is not understood.
     """
-    spec = load_spec(read_config(path))
+    spec = load_spec(read_config(path), path)
     source = open_checkpoint(path, expert_names(spec))
     check_weights(spec, source)
     tokenizer = Tokenizer.of(source)

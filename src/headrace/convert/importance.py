@@ -202,7 +202,9 @@ def read_importance(path: Path, model_type: str) -> Importance:
     ) as error:  # fmt: skip
         raise CheckpointError(
             f"malformed importance file: {path}\nexpected one of `convert --calibrate`, or an "
-            f"imatrix of llama.cpp in GGUF form\n{error}"
+            f"imatrix of llama.cpp in GGUF form\n{str(error).partition('This file contains')[0]}\n"
+            "hint: `llama-imatrix --in-file OLD --output-format gguf -o NEW` turns an old imatrix "
+            "into that form"
         ) from None
 
 

@@ -63,7 +63,7 @@ def open_source(source: Path | OpenedSource) -> OpenedSource:
     """
     if isinstance(source, OpenedSource):
         return source
-    path, spec = source, load_spec(read_config(source))
+    path, spec = source, load_spec(read_config(source), source)
     checkpoint = open_checkpoint(path, expert_names(spec))
     if isinstance(checkpoint, ContainerCheckpoint):
         raise CheckpointError(

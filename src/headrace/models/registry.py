@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from headrace.checkpoint import Checkpoint
@@ -27,13 +28,27 @@ REGISTRY: Mapping[str, type[Decoder]] = {
 }
 
 
-def load_spec(config: Mapping[str, Any]) -> ModelSpec:
+def load_spec(config: Mapping[str, Any], path: Path | None = None) -> ModelSpec:
     """Turn a checkpoint's `config.json` into a spec, accounting for every field.
+
+    Args:
+        config: as Hugging Face states it, or as it is made of a GGUF file's metadata.
+        path: of the checkpoint, for messages.
 
     Raises:
         UnsupportedModelError: no model here computes it, or not with these options; says which.
         ConfigError: a field is missing, out of range, or not understood.
     """
+    try:
+        return _read_spec(config)
+    except (ConfigError, UnsupportedModelError) as error:
+        if path is None:
+            raise
+        whose = "the metadata, in the words of config.json, of" if path.is_file() else "that of"
+        raise type(error)(f"{error}\n{whose} {path}") from None
+
+
+def _read_spec(config: Mapping[str, Any]) -> ModelSpec:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ConfigError("config.json: field `model_type` is missing")
