@@ -7,7 +7,7 @@ are only read.
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -70,6 +70,9 @@ class MirrorPlan:
     layers: dict[int, tuple[int, ...]]  # layer -> experts, ascending
     is_same_drive: bool
     is_resumed: bool  # goes on with what an earlier command chose
+    asked: Mapping[
+        str, object
+    ]  # what the choice depends on, noted so that the same command goes on
 
     @property
     def mirror_bytes(self) -> int:
@@ -157,7 +160,10 @@ def plan_mirror(
     free = shutil.disk_usage(_existing(folder)).free + _held_bytes(folder, table)
     budget = max(0, free - reserve_bytes)
     budget = budget if budget_bytes is None else min(budget, budget_bytes)
-    begun = _begun(note, folder, table, budget_bytes)
+    asked = {"budget": budget_bytes, "rates": None if bytes_per_s is None else list(bytes_per_s)}
+    begun = _begun(note, folder, table, asked)
+    if begun is not None and _choice_bytes(begun, table) > budget:
+        begun = None  # less is free than was, or more is to stay free
     layers = begun or choose(reads, table, wanted, budget)
     chosen = sum(
         float(reads[table.layers.index(layer), list(experts)].sum())
@@ -179,6 +185,7 @@ def plan_mirror(
         layers=layers,
         is_same_drive=find_drive(table.files[0]).shares_with(find_drive(_existing(folder))),
         is_resumed=begun is not None,
+        asked=asked,
     )
 
 
@@ -232,14 +239,18 @@ def _held_bytes(folder: Path, table: RecordTable) -> int:
 
 
 def _begun(
-    note: dict[str, object] | None, folder: Path, table: RecordTable, budget_bytes: int | None
+    note: dict[str, object] | None, folder: Path, table: RecordTable, asked: Mapping[str, object]
 ) -> dict[int, tuple[int, ...]] | None:
-    """What an earlier command with the same budget chose and did not finish."""
-    if note is None or note.get("budget") != budget_bytes:
+    """What an earlier command that asked for the same chose and did not finish."""
+    if note is None or any(note.get(name) != value for name, value in asked.items()):
         return None
     layers = parse_choice(note, folder, table)
     is_finished = all(is_staged(folder, layer, experts, table) for layer, experts in layers.items())
     return None if is_finished else layers
+
+
+def _choice_bytes(layers: dict[int, tuple[int, ...]], table: RecordTable) -> int:
+    return sum(len(experts) * table.layout_of(n).record_bytes for n, experts in layers.items())
 
 
 def parse_choice(
@@ -327,9 +338,7 @@ def _measure(path: Path, record_bytes: int, progress: Progress) -> float:
     return entry.bytes_per_s
 
 
-def stage(
-    plan: MirrorPlan, *, budget_bytes: int | None, progress: Progress = lambda *_: None
-) -> int:
+def stage(plan: MirrorPlan, progress: Progress = lambda *_: None) -> int:
     """Write the records of a plan, each layer's file whole or not at all; returns bytes copied.
 
     What is there already and fits is kept, so a killed command goes on where it was. Every record
@@ -337,19 +346,21 @@ def stage(
 
     Args:
         plan: what to copy.
-        budget_bytes: that the plan was asked for; noted, so that the same command goes on.
         progress: file, bytes done and bytes in all.
 
     Raises:
         CheckpointError: a record of the model is damaged, or the mirror cannot be written.
     """
     _, table = open_packed(plan.model)
-    plan.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        plan.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot make the folder {plan.folder}: {error.strerror}") from None
     note = {
         "format": MIRROR_FORMAT,
         "version": MIRROR_VERSION,
         "fingerprint": plan.fingerprint,
-        "budget": budget_bytes,
+        **plan.asked,
         "layers": {str(layer): list(experts) for layer, experts in plan.layers.items()},
     }
     write_atomically(plan.folder / MIRROR_NAME, (json.dumps(note, indent=1) + "\n").encode())
@@ -418,7 +429,7 @@ def verify_mirror(
         try:
             copies = read_copies(path, layer, table)
         except CheckpointError as error:
-            problems.append(str(error))
+            problems.append(str(error).partition("\nhint:")[0])
             seen += len(experts)
             continue
         for expert in sorted(copies.keys() & set(experts)):
@@ -448,6 +459,8 @@ def describe_plan(plan: MirrorPlan) -> list[str]:
     ]
     if plan.is_resumed:
         lines.append("an earlier choice was not finished: it is gone on with")
+    if plan.num_slots >= plan.num_records:
+        lines.append("note: every record has a slot, so nothing is read that a mirror could give")
     if plan.is_same_drive:
         lines.append("note: both folders lie on one drive: a mirror there gains nothing")
     return lines

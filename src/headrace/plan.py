@@ -45,6 +45,7 @@ PARTS_BYTES = 4 << 20  # most states of attention that pages hold before they ar
 # `auto` leaves this much of what is available to everybody else.
 HEADROOM_SHARE, HEADROOM_BYTES = 0.1, 256 << 20
 DEFAULT_CONTEXT = 4096
+_NOTHING_MISSED = 1e-9  # share of requests
 LARGEST_CHUNK = 512  # a chunk of 512 tokens already touches nearly every expert of 128
 SMALLEST_CHUNK = 16
 # Work buffers of a chunk may take this share of what slots and work have together.
@@ -226,9 +227,14 @@ class MemoryPlan:
         ]
 
     def tokens_per_s(self, drive_bytes_per_s: float, hit_rate: float) -> float | None:
-        """Predict decoding that waits for nothing but the drive: bandwidth / (misses * record)."""
-        missed = (1 - hit_rate) * self.cold_bytes_per_token
-        return drive_bytes_per_s / missed if missed > 0 else None
+        """Predict decoding that waits for nothing but the drive: bandwidth / (misses * record).
+
+        None if as good as nothing is missed: a rate of 1 comes out of sums that are rounded.
+        """
+        missed = 1 - hit_rate
+        if missed < _NOTHING_MISSED:
+            return None
+        return drive_bytes_per_s / (missed * self.cold_bytes_per_token)
 
     def predicted_tokens_per_s(self, drive_bytes_per_s: float | None) -> float | None:
         """Predict decoding, as well as what is known allows.

@@ -200,7 +200,7 @@ def _drive_limit(sums: PhaseProfile, plan: MemoryPlan) -> str:
     if sums.drive_utilisation < BUSY_DRIVE:
         return (
             f"{waiting}, though the drive was busy for {sums.drive_utilisation:.0%} only): "
-            "`--readers auto` and a larger `--read-ahead` keep it busier"
+            "more `--memory` leaves less to read, and fixed `--readers` may be too few"
         )
     hits = sums.hits / sums.requests if sums.requests else 0.0
     return (

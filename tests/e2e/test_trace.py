@@ -41,9 +41,10 @@ def test_a_replay_predicts_what_the_run_read(
 ) -> None:
     """Decoding token by token: misses to the record, for every policy the run may have."""
     monkeypatch.setattr(ExpertStore, "warm_all", lambda self: None)  # a replay begins cold
-    for policy in ("next-use", "frequency", "slru", "lru"):
-        file = tmp_path / f"{policy}.hrt"
-        experts = ExpertConfig(history="off", policy=policy, trace=file)
+    for policy, tokens in (("next-use", 32), ("frequency", 32), ("frequency", 2), ("slru", 32),
+                           ("lru", 32)):  # fmt: skip
+        file = tmp_path / f"{policy}-{tokens}.hrt"
+        experts = ExpertConfig(history="off", policy=policy, trace=file, half_life_tokens=tokens)
         with LLM(tiny, EngineConfig(memory=4 << 30, chunk=1, experts=experts)) as llm:
             assert llm.store is not None
             num_slots = llm.store.resize(max(3, llm.plan.working_set_records // 2))
@@ -78,6 +79,10 @@ def test_replay_prints_a_row_for_each_memory_and_policy(
     report = json.loads(out)
     assert status == 0
     assert [row["policy"] for row in report["replays"]] == ["lru", "belady"] * 2
+    arguments = ("--slots", 8, "--policy", "frequency", "--half-life-tokens", 1, "--json")
+    status, out, _ = call(capsys, "trace", "replay", recorded, *arguments)
+    got = replay(read_trace(recorded), "frequency", num_slots=8, half_life_tokens=1.0)
+    assert json.loads(out)["replays"][0]["hit_rate"] == got.decode.hit_rate
     assert report["pace"]["tokens"] == 2 * 11
     for row in report["replays"]:
         assert row["tokens_per_s"] is None or row["tokens_per_s"] > 0
@@ -145,8 +150,9 @@ def test_a_damaged_trace_names_the_byte(recorded: Path, capsys: pytest.CaptureFi
     recorded.write_bytes(recorded.read_bytes()[:-5])
     status, _, err = call(capsys, "trace", "replay", recorded, "--slots", "4")
     assert status == 1 and "byte" in err and "--partial" in err
-    status, _, _ = call(capsys, "trace", "replay", recorded, "--slots", "4", "--partial")
-    assert status == 0
+    status, _, err = call(capsys, "trace", "replay", recorded, "--slots", "4", "--partial")
+    assert status == 1 and "no token in the trace" in err, "its one block is damaged"
+    assert _run(["trace", "record", str(recorded), *QUIET]) == 1, "nothing goes behind the damage"
 
 
 def test_nothing_is_recorded_behind_damage(

@@ -95,10 +95,10 @@ def test_stage_and_verify(model: Path, tmp_path: Path) -> None:
     plan = planned(model, tmp_path / "mirror")
     assert plan.wanted_share == 0.25 and plan.reached_share >= 0.25
     assert plan.num_chosen == 6 and plan.num_records == 24
-    assert stage(plan, budget_bytes=None) == plan.mirror_bytes
+    assert stage(plan) == plan.mirror_bytes
     check = verify_mirror(model, tmp_path / "mirror")
     assert check.is_good and check.num_good == 6
-    assert stage(planned(model, tmp_path / "mirror"), budget_bytes=None) == 0, "all is there"
+    assert stage(planned(model, tmp_path / "mirror")) == 0, "all is there"
     assert digest(model) == before, "the model is only read"
     names = sorted(path.name for path in (tmp_path / "mirror").iterdir())
     assert names == [*map(expert_file_name, range(3)), "mirror.json"]
@@ -106,21 +106,32 @@ def test_stage_and_verify(model: Path, tmp_path: Path) -> None:
 
 def test_another_choice_replaces_what_differs(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "mirror"
-    stage(planned(model, folder), budget_bytes=None)
+    stage(planned(model, folder))
     larger = planned(model, folder, bytes_per_s=(1e9, 1e9))
     assert not larger.is_resumed and larger.num_chosen == 12
-    stage(larger, budget_bytes=None)
+    stage(larger)
     assert verify_mirror(model, folder).num_good == 12
     none = planned(model, folder, budget_bytes=1)
     assert none.num_chosen == 0
-    stage(none, budget_bytes=1)
+    stage(none)
     assert [path.name for path in folder.iterdir()] == ["mirror.json"]
+
+
+def test_a_choice_that_was_begun_holds_for_the_same_question(model: Path, tmp_path: Path) -> None:
+    """Other bandwidths, and less free space than it takes, are other questions."""
+    folder = tmp_path / "mirror"
+    stage(planned(model, folder))
+    next(folder.glob("*.safetensors")).unlink()
+    assert planned(model, folder).is_resumed
+    assert not planned(model, folder, bytes_per_s=(1e9, 1e9)).is_resumed
+    full = planned(model, folder, reserve_bytes=1 << 60)
+    assert not full.is_resumed and full.num_chosen == 0
 
 
 def test_verify_names_what_is_damaged_or_missing(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "mirror"
     plan = planned(model, folder)
-    stage(plan, budget_bytes=None)
+    stage(plan)
     path = folder / expert_file_name(0)
     with path.open("r+b") as file:
         file.seek(-100, os.SEEK_END)
@@ -146,7 +157,7 @@ def test_a_damaged_model_is_not_copied(model: Path, tmp_path: Path) -> None:
         file.write(b"?")
     plan = planned(damaged, tmp_path / "mirror")
     with pytest.raises(CheckpointError, match=r"layers\.0\.experts"):
-        stage(plan, budget_bytes=None)
+        stage(plan)
     assert [p.name for p in (tmp_path / "mirror").iterdir()] == ["mirror.json"]
 
 
@@ -159,7 +170,7 @@ def test_a_place_that_is_no_mirror_is_refused(model: Path, tmp_path: Path) -> No
     (other / "letter.txt").write_text("mine")
     with pytest.raises(ConfigError, match="no mirror"):
         planned(model, other)
-    stage(planned(model, tmp_path / "mirror"), budget_bytes=None)
+    stage(planned(model, tmp_path / "mirror"))
     note = tmp_path / "mirror" / "mirror.json"
     content = json.loads(note.read_text())
     for key, value in (("fingerprint", "0" * 64), ("version", 2), ("format", "something")):
@@ -186,7 +197,7 @@ _core.slow_drive(str(model), bytes_per_s=3e5)
 config = EngineConfig(context=64, experts=ExpertConfig(history="off"))
 plan = plan_mirror(model, folder, config, bytes_per_s=(1e9, 1e9))
 print("ready", flush=True)
-stage(plan, budget_bytes=None)
+stage(plan)
 """
 
 
@@ -206,12 +217,12 @@ def test_killed_and_gone_on_with(model: Path, tmp_path: Path, after_s: float) ->
         for path in folder.glob(".*"):
             path.unlink()
     plan = planned(model, folder, bytes_per_s=(1e9, 1e9))
-    stage(plan, budget_bytes=None)
+    stage(plan)
     assert verify_mirror(model, folder).num_good == 12
 
 
 def test_a_run_reads_from_the_mirror(model: Path, tmp_path: Path) -> None:
-    stage(planned(model, tmp_path / "mirror", bytes_per_s=(1e9, 1e9)), budget_bytes=None)
+    stage(planned(model, tmp_path / "mirror", bytes_per_s=(1e9, 1e9)))
     params = SamplingParams(max_tokens=4, temperature=0.0)
     prompt = list(range(20, 40))
     answers = []

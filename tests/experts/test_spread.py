@@ -80,7 +80,7 @@ def test_a_plan_counts_all_drives(
     convert(write_checkpoint(tmp_path / "hf"), model, Recipe("q4", "q8", 32))
     config = EngineConfig(context=64, slots=8, experts=ExpertConfig(history="off"))
     mirror = plan_mirror(model, folder, config, bytes_per_s=(3e9, 1e9))
-    stage(mirror, budget_bytes=None)
+    stage(mirror)
     both = EngineConfig(context=64, slots=8, experts=ExpertConfig(history="off", drive=(folder,)))
     assert plan_model(model, both).drive_bytes_per_s is None, "nobody has measured"
     records = open_model(model)[1].records

@@ -266,7 +266,7 @@ def test_a_mirror_of_a_mixture(tmp_path: Path) -> None:
     config = EngineConfig(context=32, experts=ExpertConfig(history="off"))
     plan = plan_mirror(made, folder, config, bytes_per_s=(1e9, 1e9))
     assert len(set(plan.record_bytes.values())) == 2
-    assert stage(plan, budget_bytes=None) == plan.mirror_bytes
+    assert stage(plan) == plan.mirror_bytes
     assert verify_mirror(made, folder).is_good
     records = open_checkpoint(made, None, (folder,)).records
     assert records is not None

@@ -62,7 +62,7 @@ def staged(model: Path, folder: Path, share: float) -> Path:
     rates = (1 - share) * 1e9, share * 1e9
     plan = plan_mirror(model, folder, EngineConfig(), bytes_per_s=rates)
     assert 0 < plan.num_chosen < NUM_RECORDS
-    stage(plan, budget_bytes=None)
+    stage(plan)
     return folder
 
 

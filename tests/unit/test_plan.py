@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.cli.report import _plan_lines
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, MemoryBudgetError
 from headrace.plan import MemoryPlan, ModelSizes, auto_ceiling, make_plan, mib_up, work_bytes
@@ -163,7 +164,11 @@ def test_predicted_speed_follows_from_bandwidth_and_hits() -> None:
     made = plan(1536 * MIB)
     assert made.tokens_per_s(2e9, 0.0) == pytest.approx(2e9 / (96 * 2654208))
     assert made.tokens_per_s(2e9, 0.5) == pytest.approx(2 * 2e9 / (96 * 2654208))
-    assert made.tokens_per_s(2e9, 1.0) is None
+    for rate in (1.0, 1 - 2**-52, 1 + 2**-52):
+        assert made.tokens_per_s(2e9, rate) is None
+        warm = replace(made, expected_hit_rate=rate, drive_bytes_per_s=2e9)
+        assert warm.predicted_tokens_per_s(None) is None
+        assert "not bound by the drive" in "\n".join(_plan_lines(warm, None))
 
 
 def test_auto_leaves_headroom_and_counts_what_is_held_already(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def _find_copies(
             try:
                 experts = read_copies(path, layer, table)
             except CheckpointError as error:
-                problems.append(str(error))
+                problems.append(str(error).partition("\nhint:")[0])  # it is for a model's files
                 continue
             first = row * table.num_experts
             found.append((path, [(first + expert, offset) for expert, offset in experts.items()]))
@@ -102,7 +102,7 @@ def require_mirror(drive: Path, fingerprint: str) -> dict[str, object] | None:
         CheckpointError: there is no such folder, or it is a mirror of another model or version.
     """
     if not drive.is_dir():
-        raise CheckpointError(f"no such folder: {drive}")
+        raise CheckpointError(f"{'not a' if drive.exists() else 'no such'} folder: {drive}")
     path = drive / MIRROR_NAME
     if not path.is_file():
         return None

@@ -99,7 +99,8 @@ def disk(
     """Measure the drive of PATH: size of a read x readers x direct or buffered.
 
     Whole records are read at random offsets, each once. A directory that is no model gets a scratch
-    file, which is removed. For a model or a file the best setting is remembered for the drive.
+    file, which is removed. For a model or a file the best setting is remembered for the drive,
+    unless --sizes or --readers leave some out.
     """
     from headrace import disk_bench
     from headrace.cli.report import byte_progress
@@ -119,7 +120,9 @@ def disk(
             progress=show,
         )
     cache = DriveCache()
+    is_whole = sizes is None and readers is None  # else a better setting may not have been tried
     is_kept = report.chosen is not None and target.kind != "scratch" and report.is_verified
+    is_kept = is_kept and is_whole
     if report.chosen is not None and is_kept:
         cache.remember(target.drive, remembered(report.chosen, target.drive))
     if as_json:
@@ -165,7 +168,7 @@ def _print(report: "DiskReport", is_kept: bool) -> None:
             f"{'direct' if setting.direct else 'buffered'}: "
             f"{report.chosen.bytes_per_s / 1e9:.2f} GB/s "
             "(the second depth within 10 % of the fastest)"
-            + ("; remembered for this drive" if is_kept else "")
+            + ("; remembered for this drive" if is_kept else "; not remembered")
         )
     for note in report.notes:
         print(f"note: {note}")

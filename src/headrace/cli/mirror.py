@@ -91,7 +91,7 @@ def stage(
     if not as_json:
         _print_plan(made)
     with byte_progress(sys.stderr.isatty()) as show:
-        copied = copy(made, budget_bytes=budget, progress=show)
+        copied = copy(made, show)
     if as_json:
         print(json.dumps({**made.as_dict(), "copied_bytes": copied}, ensure_ascii=False))
         return
@@ -124,7 +124,8 @@ def verify(model: _Model, drive: _Drive, as_json: Json = False) -> int:
     else:
         for problem in check.problems:
             print(problem)
-        print(f"{check.num_good} records good, {check.num_missing} missing")
+        damaged = f", {len(check.problems)} problems" if check.problems else ""
+        print(f"{check.num_good} records good, {check.num_missing} missing{damaged}")
         if not check.is_good:
             remove = "remove the files named, and " if check.problems else ""
             print(f"hint: {remove}run `headrace mirror stage` again")

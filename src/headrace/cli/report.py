@@ -207,8 +207,9 @@ def _speed_line(plan: "MemoryPlan", drive_bytes_per_s: float | None) -> str:
             "predicted speed: drive not measured (a run or `headrace bench disk FOLDER` does, "
             "or `plan --drive-bytes-per-s` tells it)"
         )
+    if speed is None:
+        return "predicted speed: not bound by the drive, as the experts used so far have slots"
     hit_rate = plan.expected_hit_rate or 0.0
-    assert speed is not None, "a plan that is not resident misses"
     return (
         f"predicted speed: the drive alone allows {speed:.2f} tok/s = "
         f"{drive_bytes_per_s / 1e9:.2f} GB/s / "

@@ -9,7 +9,7 @@ import typer
 from headrace.cli.help import Command, CommandGroup
 from headrace.cli.options import MODEL_HELP, Json, parsed_bytes, takes, usage
 from headrace.config import LOSSY_OPTIONS, POLICIES, EngineConfig, ExpertConfig, SamplingParams
-from headrace.errors import ConfigError
+from headrace.errors import CheckpointError, ConfigError
 from headrace.metrics import format_bytes
 
 if TYPE_CHECKING:
@@ -136,6 +136,10 @@ def replay(
             show_default=False,
         ),
     ] = None,
+    half_life_tokens: Annotated[
+        int,
+        typer.Option(min=1, max=1 << 40, metavar="TOKENS", help="of `frequency`, as the run had"),
+    ] = ExpertConfig().half_life_tokens,
     partial: Annotated[
         bool, typer.Option("--partial", help="of a damaged trace take the whole blocks before that")
     ] = False,
@@ -149,12 +153,15 @@ def replay(
     from headrace.experts.policy import replay as run
     from headrace.experts.trace import read_trace
 
+    if plot is not None:
+        _require_drawing(plot)
     trace = read_trace(file, partial=partial)
-    half_life = float(ExpertConfig().half_life_tokens)
+    if trace.num_tokens == 0:
+        raise CheckpointError(f"no token in the trace: {file}")
     budgets = _budgets(trace, memory, slots)
     replays = [
         [
-            run(trace, name, num_slots=count, half_life_tokens=half_life)
+            run(trace, name, num_slots=count, half_life_tokens=float(half_life_tokens))
             for name in (*policy, BELADY)
         ]
         for _, count in budgets
@@ -300,13 +307,21 @@ def draw_chart(replays: list[list["Replay"]]) -> list[str]:
     return lines
 
 
-def _draw(path: Path, trace: "Trace", replays: list[list["Replay"]]) -> None:
+def _require_drawing(path: Path) -> None:
+    """Refuse a plot before the work that it would show."""
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401 - only whether it is there
     except ImportError:
         raise ConfigError(
             "--plot needs matplotlib, which is not installed\nhint: `pip install 'headrace[bench]'`"
         ) from None
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"no such folder for the plot: {path.absolute().parent}")
+
+
+def _draw(path: Path, trace: "Trace", replays: list[list["Replay"]]) -> None:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot(
         xlabel=f"slots of {len(trace.header.layers) * trace.header.num_experts} records",

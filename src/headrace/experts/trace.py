@@ -119,9 +119,13 @@ def _checksum(content: bytes) -> int:
 
 def _damaged(path: Path, offset: int, what: str) -> CheckpointError:
     return CheckpointError(
-        f"damaged trace: {path}, byte {offset}\n{what}\n"
+        f"{_damaged_header(path, offset, what)}\n"
         "hint: `headrace trace replay --partial` takes the whole blocks before it"
     )
+
+
+def _damaged_header(path: Path, offset: int, what: str) -> CheckpointError:
+    return CheckpointError(f"damaged trace: {path}, byte {offset}\n{what}")
 
 
 def _read_header(path: Path, content: bytes) -> tuple[TraceHeader, int]:
@@ -132,13 +136,14 @@ def _read_header(path: Path, content: bytes) -> tuple[TraceHeader, int]:
         )
     start = len(MAGIC) + _HEADER.size
     if len(content) < start:
-        raise _damaged(path, len(content), "the file ends inside its header")
+        raise _damaged_header(path, len(content), "the file ends inside its header")
     size, checksum = _HEADER.unpack_from(content, len(MAGIC))
     text = content[start : start + size]
     if size > _MAX_HEADER_BYTES or len(text) < size:
-        raise _damaged(path, len(content), f"the file ends inside its header of {size} bytes")
+        what = f"the file ends inside its header of {size} bytes"
+        raise _damaged_header(path, len(content), what)
     if _checksum(text) != checksum:
-        raise _damaged(path, start, "the header's checksum is wrong")
+        raise _damaged_header(path, start, "the header's checksum is wrong")
     return _parse_header(path, text), start + size
 
 
