@@ -2,9 +2,10 @@
 
 Each run is a process of its own, under the same ceiling, and answers the same prompt greedily: the
 ids must be those of the first run, or something is broken, and that is an error. Only seconds
-count. A gain below 3 % is noise; a larger one must hold again in the reverse order.
+count. A gain below 3 % or 50 ms is noise; a larger one must hold again in the reverse order.
 """
 
+import json
 import os
 import pickle
 import subprocess
@@ -40,6 +41,7 @@ from headrace.tuned import (
 
 _REFUSED = 3  # exit status of a run whose settings cannot be
 LEAST_GAIN = 0.03
+LEAST_SECONDS = 0.05  # of a run, gained: less is noise whatever its share
 PROMPT = (
     "The mill stood where the river bent, and every morning the miller walked along the headrace "
     "to see how high the water was. In spring it came over the boards, brown and quick, and he "
@@ -186,14 +188,14 @@ def _try(
     except ConfigError as error:
         return Row(name, value, None, None, f"refused: {str(error).splitlines()[0]}"), best, None
     gain = best.seconds / new.seconds - 1
-    if gain < LEAST_GAIN:
+    if gain < LEAST_GAIN or best.seconds - new.seconds < LEAST_SECONDS:
         verdict = "slower" if gain < -LEAST_GAIN else "no gain"
         return Row(name, value, new.seconds, gain, verdict), best, new
     again = _checked(measure(wanted), ids, wanted)
     old = _checked(measure(settings), ids, settings)
     reverse = old.seconds / again.seconds - 1
     both = (best.seconds + old.seconds) / (new.seconds + again.seconds) - 1
-    is_taken = min(reverse, both) >= LEAST_GAIN
+    is_taken = min(reverse, both) >= LEAST_GAIN and old.seconds - again.seconds >= LEAST_SECONDS
     verdict = "taken" if is_taken else f"not confirmed: {100 * reverse:+.1f} % in reverse order"
     return Row(name, value, again.seconds, both, verdict, is_taken), old, again
 
@@ -252,7 +254,8 @@ class Runner:
         if done.returncode != 0:
             lines = done.stderr.decode(errors="replace").strip().splitlines()
             kind = ConfigError if done.returncode == _REFUSED else EngineError
-            raise kind(lines[-1] if lines else f"the run ended with status {done.returncode}")
+            last = lines[-1] if lines else f"the run ended with status {done.returncode}"
+            raise kind(json.loads(last) if last.startswith('"') else last)
         measured: Measured = pickle.loads(done.stdout)
         return measured
 
@@ -267,10 +270,10 @@ def run_task() -> None:
             result = llm.generate(llm.tokenizer.encode(PROMPT)[:room], params)
             measured = _measured(llm, result)
     except (ConfigError, MemoryBudgetError) as error:
-        print(" ".join(str(error).splitlines()), file=sys.stderr)
+        print(json.dumps(str(error)), file=sys.stderr)  # a line
         sys.exit(_REFUSED)
     except EngineError as error:
-        sys.exit(" ".join(str(error).splitlines()))
+        sys.exit(json.dumps(str(error)))
     sys.stdout.buffer.write(pickle.dumps(measured))
 
 

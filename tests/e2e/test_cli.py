@@ -654,10 +654,10 @@ def test_the_ceiling_holds_and_changes_no_token(
     assert plan["num_records"] * plan["record_bytes"] > 64 << 20  # the experts do not fit
     prompt = " ".join(str(i) for i in range(40))
 
-    def run(memory: int) -> Any:
+    def run(memory: int, *more: str) -> Any:
         command = [sys.executable, "-c", "from headrace.cli import main; main()", "run", str(model)]
         options = ["--raw", "--history", "off", "--context", "256", "--memory", str(memory)]
-        options += ["-n", "32", "--temperature", "0", "--ignore-eos", "--json"]
+        options += ["-n", "32", "--temperature", "0", "--ignore-eos", "--json", *more]
         done = subprocess.run([*command, prompt, *options], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
@@ -670,6 +670,22 @@ def test_the_ceiling_holds_and_changes_no_token(
     assert receipt["expert_misses"] > roomy["receipt"]["expert_misses"]
     assert roomy["receipt"]["num_slots"] == plan["num_records"]
     assert tight["ids"] == roomy["ids"]
+
+    mirror = tmp_path / "mirror"
+    rates = ("--rates", "1GB/s,1GB/s")
+    assert cli("mirror", "stage", model, "--drive", mirror, *rates).status == 0
+    for more in (
+        ("--lookahead", "off"), ("--lookahead", "auto", "--read-ahead", "64"), ("--readers", "8"),
+        ("--threads", "4"), ("--kv", "f32"), ("--chunk", "16"), ("--policy", "frequency"),
+        ("--drive", str(mirror)), ("--profile", "--trace", str(tmp_path / "a.hrt")),
+    ):  # fmt: skip
+        planned = () if "--profile" in more else more
+        asked = cli("plan", model, "--memory", "1GiB", "--context", 256, "--json", *planned)
+        ceiling = json.loads(asked.out)["floor_bytes"] + (24 << 20)
+        other = run(ceiling, *more)
+        assert other["receipt"]["peak_memory_bytes"] <= ceiling, more
+        assert 0 < other["receipt"]["num_slots"] < plan["num_records"], more
+        assert more[0] == "--kv" or other["ids"] == tight["ids"], more
 
 
 def test_mirror_and_drives(cli: Any, tiny: Path, tmp_path: Path) -> None:

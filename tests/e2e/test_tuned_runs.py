@@ -101,5 +101,5 @@ def test_a_crash_is_no_refusal(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_model_that_cannot_run_says_why(tiny: Path) -> None:
-    with pytest.raises(ConfigError, match="below the floor"):
+    with pytest.raises(ConfigError, match=r"below the floor.*\n(.*\n)+hint: "):
         tune(tiny, EngineConfig(memory=1 << 20, experts=OFF), minutes=0)

@@ -75,6 +75,13 @@ def test_a_gain_below_three_per_cent_is_noise() -> None:
     assert rows_of(found)["readers", 8].verdict == "no gain"
 
 
+def test_a_gain_of_milliseconds_is_noise() -> None:
+    found = search(
+        lambda settings: measured(0.03 if settings else 0.05), EngineConfig(), seconds=1e9
+    )
+    assert found.settings == {} and {row.verdict for row in found.rows} == {"no gain"}
+
+
 def test_a_gain_that_does_not_hold_in_reverse_order_is_not_taken() -> None:
     """A machine that gets faster by itself: the old setting does, too."""
 

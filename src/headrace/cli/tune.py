@@ -55,6 +55,7 @@ def _print(model: str, found: "Found", saved: str | None) -> None:
     from rich.text import Text
 
     from headrace.cli.report import stdout
+    from headrace.tune import LEAST_SECONDS
     from headrace.tuned import describe_settings
 
     console = stdout()
@@ -76,6 +77,8 @@ def _print(model: str, found: "Found", saved: str | None) -> None:
     console.print(table)
     if not found.is_complete:
         console.print(Text("time was up before every candidate was tried: more `--minutes`"))
+    if before.seconds < 20 * LEAST_SECONDS:
+        console.print(Text("runs this short tell little: more `--tokens`"))
     gain = 100 * (before.seconds / found.after.seconds - 1)
     result = (
         f"{describe_settings(found.settings)}: {gain:+.1f} %, used from now on by run, chat and LLM"
