@@ -5,16 +5,17 @@
 The first table has a line per packed format: bytes of a weight in memory, and the speed of a
 product of one row with a cold matrix on one thread beside a plain read of the same memory. The
 second has a line per foreign type, GGUF's and those of Hugging Face checkpoints: bytes of a weight
-in the file, what it becomes, and the speed of repacking on one thread into memory that is there
-already, as slots are, in bytes of the file read from memory. Both are medians of several samples.
-Prints machine, commit and the time the host stole: above 5 % a run is void.
+in the file, what it becomes, bytes of that, the speed of repacking on one thread into memory that
+is there already, as slots are, in bytes of the file read from memory and as a share of a plain
+read, and the speed of a product with what it became. All are medians of several samples. Prints
+machine, commit and the time the host stole: above 5 % a run is void.
 """
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import chain, cycle
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 
@@ -80,7 +81,8 @@ class ForeignRow:
     becomes: str
     bytes_per_weight: float
     file_bytes_per_s: float
-    packed_bytes_per_s: float
+    share_of_read: float
+    product_bytes_per_s: float
 
 
 def memory_bytes(format: str, group: int) -> float:
@@ -118,83 +120,90 @@ def format_rows(working_set: int, repeat: int) -> Iterator[FormatRow]:
         )
 
 
-def foreign_rows(working_set: int, repeat: int) -> Iterator[ForeignRow]:
-    """Repack cold rows of blocks of random bytes whose scales are finite."""
-    rng = np.random.default_rng(2)
+@dataclass(frozen=True)
+class Repack:
+    """A type of a foreign file, and how a matrix of it is packed."""
+
+    name: str
+    format: str
+    group: int
+    file_bytes: int
+    pack: Callable[[np.ndarray, np.ndarray], None]
+    """Of the bytes of the file and of the packed matrix."""
+
+
+def repacks() -> Iterator[Repack]:
+    """All types, at an expert's shape."""
+    for format, size in (("bf16", 2), ("f16", 2), ("f32", 4)):
+        yield Repack(
+            format.upper(), format, 1, INNER * HIDDEN * size,
+            lambda data, out, format=format: _core.repack_rows(data, format, INNER, HIDDEN, out),
+        )  # fmt: skip
     for name, (number, values, nbytes, format, group) in GGUF_TYPES.items():
-        row_bytes = HIDDEN // values * nbytes
-        # Below 0x78 no byte pair is a NaN or an infinity of float16.
-        pattern = rng.integers(0, 0x78, INNER * row_bytes, np.uint8)
-        memory = filled(working_set, pattern)
-        step = -(-pattern.size // 64) * 64
-        sources = cycle(
-            [
-                memory[i : i + pattern.size].reshape(INNER, row_bytes)
-                for i in range(0, memory.size, step)
-            ]
-        )
 
-        packed = _core.aligned_empty(_core.packed_bytes(format, INNER, HIDDEN, group))
-
-        def repack(
-            source: Iterator[np.ndarray] = sources,
-            number: int = number,
-            format: str = format,
+        def pack_gguf(
+            data: np.ndarray, out: np.ndarray, number: int = number, format: str = format,
             group: int = group,
-            packed: np.ndarray = packed,
-        ) -> None:
-            _core.repack_gguf(next(source), number, HIDDEN, format, group, packed)
+        ) -> None:  # fmt: skip
+            _core.repack_gguf(data.reshape(INNER, -1), number, HIDDEN, format, group, out)
 
-        repack()
-        seconds = median(sample_seconds(repack) for _ in range(repeat))
-        yield ForeignRow(
-            name,
-            nbytes / values,
-            name_of(format, group),
-            memory_bytes(format, group),
-            pattern.size / seconds,
-            packed.size / seconds,
-        )
-
-
-def coded_rows(working_set: int, repeat: int) -> Iterator[ForeignRow]:
-    """Pack cold matrices from tensors of random bytes whose scales are finite."""
-    rng = np.random.default_rng(3)
+        yield Repack(name, format, group, INNER * HIDDEN // values * nbytes, pack_gguf)
     for name, (format, group, tensors) in CODED_TYPES.items():
         sizes = [round(INNER * HIDDEN * share) for *_, share in tensors]
+        names = [(0, kind, scales, "none", shared, 1) for kind, scales, shared, _ in tensors]
+        cuts = np.cumsum(sizes)[:-1]
+
+        def pack_coded(
+            data: np.ndarray, out: np.ndarray, cuts: np.ndarray = cuts, format: str = format,
+            names: list[tuple[int, str, str, str, int, int]] = names, group: int = group,
+        ) -> None:  # fmt: skip
+            described = list(zip(names, np.split(data, cuts), strict=True))
+            _core.repack_coded(described, format, INNER, HIDDEN, group, out)
+
+        yield Repack(name, format, group, sum(sizes), pack_coded)
+
+
+def foreign_rows(
+    working_set: int, repeat: int, products: Mapping[str, float]
+) -> Iterator[ForeignRow]:
+    """Repack cold matrices of random bytes whose scales are finite, on one thread.
+
+    Args:
+        working_set: bytes of matrices to go through.
+        repeat: samples.
+        products: bytes per second of a product, by the name of a packed format.
+    """
+    ceilings = Ceilings(working_set)
+    rng = np.random.default_rng(2)
+    for one in repacks():
         # Below 0x70 no byte, nor a pair of them, is a scale or code of NaN or infinity.
-        pattern = rng.integers(0, 0x70, sum(sizes), np.uint8)
+        pattern = rng.integers(0, 0x70, one.file_bytes, np.uint8)
         memory = filled(working_set, pattern)
         step = -(-pattern.size // 64) * 64
         starts = cycle(range(0, memory.size - pattern.size + 1, step))
-        names = [(0, kind, scales, "none", shared, 1) for kind, scales, shared, _ in tensors]
-        ends = np.cumsum(sizes)
-
-        packed = _core.aligned_empty(_core.packed_bytes(format, INNER, HIDDEN, group))
+        packed = _core.aligned_empty(_core.packed_bytes(one.format, INNER, HIDDEN, one.group))
 
         def repack(
+            one: Repack = one,
             starts: Iterator[int] = starts,
             memory: np.ndarray = memory,
-            format: str = format,
-            group: int = group,
-            names: list[tuple[int, str, str, str, int, int]] = names,
-            ends: np.ndarray = ends,
             packed: np.ndarray = packed,
         ) -> None:
             start = next(starts)
-            parts = np.split(memory[start : start + int(ends[-1])], ends[:-1])
-            described = list(zip(names, parts, strict=True))
-            _core.repack_coded(described, format, INNER, HIDDEN, group, packed)
+            one.pack(memory[start : start + one.file_bytes], packed)
 
         repack()
-        seconds = median(sample_seconds(repack) for _ in range(repeat))
+        pairs = [(ceilings.read(), sample_seconds(repack)) for _ in range(repeat)]
+        rate = one.file_bytes / median(seconds for _, seconds in pairs)
+        becomes = name_of(one.format, one.group)
         yield ForeignRow(
-            name,
-            pattern.size / (INNER * HIDDEN),
-            name_of(format, group),
-            memory_bytes(format, group),
-            pattern.size / seconds,
-            packed.size / seconds,
+            one.name,
+            one.file_bytes / (INNER * HIDDEN),
+            becomes,
+            memory_bytes(one.format, one.group),
+            rate,
+            median(one.file_bytes / seconds / read for read, seconds in pairs),
+            products[becomes],
         )
 
 
@@ -220,15 +229,15 @@ def main() -> None:
                 flush=True,
             )
         print("\n| foreign type | bytes per weight | becomes | bytes per weight "
-              "| file GB/s per core | packed GB/s per core |")  # fmt: skip
-        print("|---|---|---|---|---|---|")
-        rows = chain(foreign_rows(num_bytes, args.repeat), coded_rows(num_bytes, args.repeat))
-        for one in rows:
+              "| repacking, GB/s of the file | of read | product, GB/s |")  # fmt: skip
+        print("|---|---|---|---|---|---|---|")
+        products = {row.format: row.bytes_per_s for row in formats}
+        for one in foreign_rows(num_bytes, args.repeat, products):
             foreign.append(one)
             print(
                 f"| {one.name} | {one.file_bytes_per_weight:.2f} | {one.becomes} "
                 f"| {one.bytes_per_weight:.2f} | {one.file_bytes_per_s / 1e9:.2f} "
-                f"| {one.packed_bytes_per_s / 1e9:.2f} |",
+                f"| {one.share_of_read:.0%} | {one.product_bytes_per_s / 1e9:.1f} |",
                 flush=True,
             )
     print(f"\nsteal {steal.share:.1%}")

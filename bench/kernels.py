@@ -26,7 +26,7 @@ from headrace import _core, ops, quant
 from machine import Steal, describe
 
 FORMATS = [
-    ("q4", 64), ("q4", 32), ("mxfp4", 32), ("q8", 32), ("bf16", 1), ("f32", 1),
+    ("q4", 64), ("q4", 32), ("mxfp4", 32), ("q8", 32), ("bf16", 1), ("f16", 1), ("f32", 1),
     ("q4f", 64), ("q4f", 32), ("q4a", 64), ("q4a", 32), ("q8f", 32), ("q8f", 16),
     ("q8a", 32), ("q8a", 16), ("f8", 128), ("f8", 32),
     *((name, kind.group) for name, kind in quant.MULTIPLES.items()),

@@ -1,7 +1,9 @@
 // GGUF blocks of any bytes: nothing outside the buffers is touched (the sanitizers watch), bad
 // scales are found, a wider format holds the same numbers, and every instruction set the same
 // bytes.
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <vector>
 
 #include "base/cpu.h"
@@ -55,14 +57,30 @@ std::vector<float> values_of(const std::vector<std::byte>& source, const GgufTyp
   return values;
 }
 
+// Random bytes; every other time with runs of the bytes that make extreme scales and codes.
+std::vector<std::byte> hostile_bytes(int64_t bytes, uint64_t seed) {
+  std::vector<std::byte> source = test::random_bytes(static_cast<size_t>(bytes), seed);
+  constexpr std::byte kExtremes[] = {std::byte{0x00}, std::byte{0xff}, std::byte{0x7f},
+                                     std::byte{0x80}, std::byte{0x7c}, std::byte{0x01}};
+  for (size_t at = 0; seed % 2 == 1 && at < source.size(); at += 97) {
+    const auto length = std::to_integer<size_t>(source[at]) % 64;
+    const std::byte value = kExtremes[length % std::size(kExtremes)];
+    std::fill_n(source.begin() + static_cast<std::ptrdiff_t>(at),
+                std::min(length, source.size() - at), value);
+  }
+  return source;
+}
+
 void test_any_bytes() {
-  for (const int32_t id : kTypeIds) {
+  constexpr uint64_t kSeeds = 12;
+  for (uint64_t round = 0; round < kSeeds * std::size(kTypeIds); ++round) {
+    const int32_t id = kTypeIds[round % std::size(kTypeIds)];
     const GgufType& type = gguf_type(id);
     for (const int32_t rows : {1, 16, 37}) {
       const int32_t cols = type.block * (type.block == 32 ? 11 : 2);
       const int64_t bytes = int64_t{rows} * cols / type.block * type.nbytes;
       const std::vector<std::byte> source =
-          test::random_bytes(static_cast<size_t>(bytes), static_cast<uint64_t>(id * 100 + rows));
+          hostile_bytes(bytes, round * 100 + static_cast<uint64_t>(rows));
       std::vector<float> first;
       int64_t first_bad = -1;
       for (const Held& held : formats_of(type)) {
