@@ -9,6 +9,7 @@
 #include "base/first_index.h"
 #include "kernels/place.h"
 #include "kernels/small_float.h"
+#include "kernels/words.h"
 
 namespace headrace {
 namespace {
@@ -244,13 +245,33 @@ void pack_float_block(const RowMajor& source, Format format, int64_t block, Firs
   }
 }
 
-template <class T>
+// A line of the cache of each output at a time: rows lie so far apart that sixteen lines are more
+// than stay in the first cache, so each is taken whole.
+template <class T, class V>
 void interleave_block(const T* source, int32_t rows, int32_t cols, T* packed) {
-  for (int32_t k = 0; k < cols; ++k) {
-    for (int32_t output = 0; output < kBlockOutputs; ++output) {
-      packed[int64_t{k} * kBlockOutputs + output] =
-          output < rows ? source[int64_t{output} * cols + k] : T{};
+  constexpr int32_t kLine = 64 / sizeof(T), kItems = 16 / sizeof(T);
+  alignas(64) T lines[kBlockOutputs][kLine] = {};  // 0 beyond the last row
+  alignas(64) T turned[kLine * kBlockOutputs];
+  for (int32_t k = 0; k < cols; k += kLine) {
+    const bool is_whole = cols - k >= kLine;
+    const size_t bytes = is_whole ? sizeof lines[0] : static_cast<size_t>(cols - k) * sizeof(T);
+    for (int32_t output = 0; output < rows; ++output) {
+      std::memcpy(lines[output], source + int64_t{output} * cols + k, bytes);
     }
+    T* const to = is_whole ? packed + int64_t{k} * kBlockOutputs : turned;
+    for (int32_t first = 0; first < kLine; first += kItems) {
+      for (int32_t output = 0; output < kBlockOutputs; output += kItems) {
+        V items[kItems];
+        for (int32_t i = 0; i < kItems; ++i) {
+          std::memcpy(&items[i], &lines[output + i][first], sizeof items[i]);
+        }
+        transpose(items);
+        for (int32_t i = 0; i < kItems; ++i) {
+          std::memcpy(to + (first + i) * kBlockOutputs + output, &items[i], sizeof items[i]);
+        }
+      }
+    }
+    if (!is_whole) std::memcpy(packed + int64_t{k} * kBlockOutputs, turned, bytes * kBlockOutputs);
   }
 }
 
@@ -271,7 +292,7 @@ int64_t first_not_finite(const T* values, int64_t count, T exponent) {
          values;
 }
 
-template <class T>
+template <class T, class V>
 int64_t interleave_all(const std::byte* source, T exponent, int32_t rows, int32_t cols,
                        std::byte* packed) {
   int64_t bad = -1;
@@ -282,7 +303,7 @@ int64_t interleave_all(const std::byte* source, T exponent, int32_t rows, int32_
     const T* values = reinterpret_cast<const T*>(source) + offset;
     const int64_t found = first_not_finite(values, int64_t{count} * cols, exponent);
     if (bad < 0 && found >= 0) bad = offset + found;
-    interleave_block(values, count, cols, reinterpret_cast<T*>(packed) + offset);
+    interleave_block<T, V>(values, count, cols, reinterpret_cast<T*>(packed) + offset);
   }
   return bad;
 }
@@ -495,10 +516,10 @@ void unpack(ThreadPool& pool, const MatrixView& matrix, float* values) {
 int64_t interleave_rows(const std::byte* source, Format dtype, int32_t rows, int32_t cols,
                         std::byte* packed) {
   if (dtype == Format::F32) {
-    return interleave_all<uint32_t>(source, 0x7f800000u, rows, cols, packed);
+    return interleave_all<uint32_t, Words4>(source, 0x7f800000u, rows, cols, packed);
   }
   const uint16_t exponent = dtype == Format::F16 ? 0x7c00u : 0x7f80u;
-  return interleave_all<uint16_t>(source, exponent, rows, cols, packed);
+  return interleave_all<uint16_t, Halves8>(source, exponent, rows, cols, packed);
 }
 
 }  // namespace headrace
