@@ -72,6 +72,15 @@ def test_the_plan_says_it(cli: Any, tmp_path: Path) -> None:
         assert (json.loads(out)["repack_bytes_per_s"] is None) == is_packed
 
 
+@pytest.mark.parametrize(("type", "grows"), [("Q5_0", True), ("Q4_0", False)])
+def test_the_plan_says_what_a_record_takes_in_the_file(
+    cli: Any, tmp_path: Path, type: str, grows: bool
+) -> None:
+    model = write_model(tmp_path / "a.gguf", "qwen3_moe", type, type)
+    out = cli("plan", model, "--memory", "4GiB", "--context", "64")[1]
+    assert (" in the files)" in out) == grows
+
+
 @pytest.mark.parametrize(("type", "has_rows"), [("Q6_K", False), ("F16", True), ("BF16", True)])
 def test_a_gguf_table_in_codes_counts(type: str, has_rows: bool, tmp_path: Path) -> None:
     source = GgufCheckpoint(write_model(tmp_path / "a.gguf", "qwen3_moe", type, "Q8_0"))

@@ -141,7 +141,7 @@ def _plan_lines(plan: "MemoryPlan", drive_bytes_per_s: float | None) -> list[str
     share = 100 * plan.num_slots / plan.num_records
     lines += [
         f"slots hold {plan.num_slots} of {plan.num_records} records ({share:.1f} %), "
-        f"{format_bytes(plan.record_bytes)} each",
+        f"{format_bytes(plan.record_bytes)} each{_stored(plan)}",
         f"working set of a token: {plan.working_set_records} records, "
         f"{format_bytes(plan.working_set_bytes)}",
         f"read per token, cold: {format_bytes(plan.cold_bytes_per_token)}",
@@ -157,6 +157,12 @@ def _plan_lines(plan: "MemoryPlan", drive_bytes_per_s: float | None) -> list[str
     lines += _repack_lines(plan)
     lines.append(_speed_line(plan, drive_bytes_per_s))
     return lines
+
+
+def _stored(plan: "MemoryPlan") -> str:
+    """What a record takes in the files, where it takes more in memory."""
+    stored = plan.cold_bytes_per_token // max(plan.working_set_records, 1)
+    return f" ({format_bytes(stored)} in the files)" if stored < 0.98 * plan.record_bytes else ""
 
 
 def _source(plan: "MemoryPlan") -> str:

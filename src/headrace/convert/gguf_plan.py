@@ -227,7 +227,8 @@ def _plan_experts(
             raise UnsupportedModelError(
                 f"experts of a GGUF file keep their type: {source.path}\n"
                 f"expected no format for experts, got {recipe.experts}\n"
-                "hint: start from the original weights"
+                "hint: start from the original weights, or make a container of this file "
+                "(`headrace convert FILE DEST --experts FORMAT`) and a GGUF file of that"
             )
         kept = source.header.tensors
         names = [f"blk.{n}.{name}" for n in source.records.layers for name in EXPERT_ROLES.values()]
