@@ -37,7 +37,7 @@ from headrace.errors import CheckpointError, ConfigError, RequestError
 from headrace.experts import ExpertStore, History, StoreStats
 from headrace.experts.forecast import make_forecast
 from headrace.experts.history import default_path
-from headrace.experts.reading import Reading, drive_rates, observe_run, resolve_reading
+from headrace.experts.reading import Reading, observe_run, resolve_reading
 from headrace.experts.repack import measure_repack
 from headrace.experts.spread import expected_reads, sum_bytes_per_s
 from headrace.hub import find_pulled, is_hub_id
@@ -248,7 +248,7 @@ class LLM:
             lock=self.config.lock_memory,
             fingerprint=self.checkpoint.fingerprint,
             other_bytes=self.plan.other_bytes,
-            drive_bytes_per_s=drive_rates(self._reading, records),
+            drives=self._reading.drives,
         )
         if self.plan.is_resident:
             store.warm_all()  # every record is wanted once: the drive need not wait for the router
@@ -752,7 +752,8 @@ def plan_model(model: str | Path, config: EngineConfig) -> MemoryPlan:
         plan = replace(plan, repack_bytes_per_s=measure_repack(records))
     if records is None or plan.is_resident:
         return plan
-    if reading.drive_bytes_per_s is not None and (rates := drive_rates(reading, records)):
+    rates = tuple(drive.bytes_per_s for drive in reading.drives)
+    if reading.drive_bytes_per_s is not None and rates:
         reads = expected_reads(counts, records, plan.num_slots)
         plan = plan.with_drives(rates, sum_bytes_per_s(rates, records, reads))
     if history is None:

@@ -370,7 +370,9 @@ def make_plan(
     """
     context = _context(sizes, config)
     logits_rows = max(1, min(LARGEST_CHUNK, LOGITS_BYTES // (4 * sizes.vocab_size)))
-    fixed = _fixed_parts(sizes, config, context, num_threads, interpreter_bytes)
+    num_readers = config.experts.num_readers * (1 + len(config.experts.drive))
+    num_readers = num_readers if reading is None else reading.num_readers
+    fixed = _fixed_parts(sizes, config, context, num_threads, num_readers, interpreter_bytes)
     floor_slots = sizes.floor_slots * sizes.record_bytes
     least_chunk = min(SMALLEST_CHUNK if config.chunk == "auto" else config.chunk, context)
 
@@ -488,18 +490,18 @@ def _fixed_parts(
     config: EngineConfig,
     context: int,
     num_threads: int,
+    num_readers: int,
     interpreter_bytes: int | None,
 ) -> dict[str, int]:
     """The parts that do not depend on the ceiling."""
     if interpreter_bytes is None:
         interpreter_bytes = INTERPRETER_BYTES + sizes.tokenizer_bytes + sizes.metadata_bytes
-    num_readers = config.experts.num_readers if sizes.num_records else 0
-    num_readers *= 1 + len(config.experts.drive)
+    readers = num_readers if sizes.num_records else 0
     return {
         "interpreter_bytes": interpreter_bytes,
         "dense_bytes": sizes.dense_bytes,
         "kv_bytes": num_pages(config, context) * PAGE_TOKENS * sizes.kv_bytes_per_token,
-        "readers_bytes": num_readers * (THREAD_BYTES + _scratch_bytes(sizes, config))
+        "readers_bytes": readers * (THREAD_BYTES + _scratch_bytes(sizes, config))
         + num_threads * (THREAD_BYTES + TILE_BYTES)
         + _policy_bytes(sizes),
     }

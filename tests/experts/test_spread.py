@@ -13,14 +13,15 @@ import pytest
 from headrace.cli.report import print_plan
 from headrace.config import EngineConfig, ExpertConfig
 from headrace.convert import Recipe, convert
-from headrace.drive import find_drive
+from headrace.drive import Drive, find_drive
 from headrace.experts import reading
 from headrace.experts.drive_cache import DriveCache, remembered
 from headrace.experts.probe import Probed, ReadSetting
 from headrace.experts.spread import sum_bytes_per_s
 from headrace.inspect import open_model
-from headrace.llm import plan_model
+from headrace.llm import LLM, plan_model
 from headrace.mirror import plan_mirror, stage
+from headrace.plan import THREAD_BYTES
 from truth.identity import write_checkpoint
 
 RATES = 300e6, 100e6
@@ -89,12 +90,30 @@ def test_a_plan_counts_all_drives(
     measured = Probed(ReadSetting(2, 1 << 18, True), 1e9, 1e9, 1e9, records.record_bytes)
     DriveCache().remember(drive, remembered(measured, drive))
     assert plan_model(model, both).drive_rates == (0.5e9, 0.5e9), "two folders on one drive"
-    monkeypatch.setattr(reading, "find_drive", lambda path: replace(drive, name=path.name))
+    other = replace(drive, name="another", serial="another")
+
+    def find(path: Path) -> Drive:
+        return other if path == folder else drive
+
+    monkeypatch.setattr(reading, "find_drive", find)
     alone, plan = plan_model(model, config), plan_model(model, both)
     assert alone.drive_rates == () and alone.drive_bytes_per_s == 1e9
     assert plan.drive_rates == (1e9, 1e9)
     assert plan.drive_bytes_per_s == pytest.approx(1e9 / (1 - mirror.reached_share))
     speeds = alone.predicted_tokens_per_s(None), plan.predicted_tokens_per_s(None)
     assert speeds[0] is not None and speeds[1] is not None and speeds[1] > 1.2 * speeds[0]
+    # The second drive is read as it was measured itself, unless the caller says how.
+    faster = Probed(ReadSetting(6, 1 << 20, True), 3e9, 3e9, 3e9, records.record_bytes)
+    DriveCache().remember(other, remembered(faster, other))
+    spread = open_model(model, (folder,))[1].records
+    got = reading.resolve_reading(both.experts, spread)
+    assert got.drives == ((2, 1e9), (6, 3e9)) and got.num_readers == 8
+    assert plan_model(model, both).drive_rates == (1e9, 3e9)
+    more = plan_model(model, both).readers_bytes - plan.readers_bytes
+    assert more == 4 * THREAD_BYTES
+    given = reading.resolve_reading(replace(both.experts, readers=3), spread)
+    assert given.drives == ((3, 1e9), (3, 3e9))
+    with LLM(model, both) as llm:
+        assert llm.store is not None and len(llm.store.drives()) == 2
     print_plan(plan, "x", None)
     assert "from 2 drives of 1.00, 1.00" in " ".join(capsys.readouterr().out.split())

@@ -14,7 +14,7 @@ from headrace.drive import Drive, find_drive
 from headrace.errors import CheckpointError
 from headrace.experts.drive_cache import DriveCache, DriveRecord, remembered
 from headrace.experts.probe import LEAST_RECORDS_BYTES, ColdPlaces, probe
-from headrace.experts.store import UNKNOWN_BYTES_PER_S
+from headrace.experts.store import UNKNOWN_BYTES_PER_S, DriveReading
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +30,12 @@ class Reading:
     source: str  # option | tuned | measured (now) | remembered (measured earlier) | default
     entry: DriveRecord | None = None  # the measurement
     drive: Drive | None = None
+    drives: tuple[DriveReading, ...] = ()  # of each, the model's own first; empty of one alone
+
+    @property
+    def num_readers(self) -> int:
+        """Threads that read, of all drives."""
+        return sum(drive.readers for drive in self.drives) or self.experts.num_readers
 
     @property
     def drive_bytes_per_s(self) -> float | None:
@@ -40,13 +46,19 @@ class Reading:
 def resolve_reading(
     config: ExpertConfig, table: RecordTable | None, *, probe_bytes: int = 0
 ) -> Reading:
-    """Fill in what the caller left open.
+    """Fill in what the caller left open, for each drive.
 
     Args:
         config: options given win, each by itself.
         table: the records; None for a model without experts.
         probe_bytes: memory a probe may take if nothing is remembered; 0 forbids one.
     """
+    reading = _resolve_own(config, table, probe_bytes)
+    return reading if table is None else replace(reading, drives=_drives(config, reading, table))
+
+
+def _resolve_own(config: ExpertConfig, table: RecordTable | None, probe_bytes: int) -> Reading:
+    """How the model's own drive is read."""
     is_open = config.readers == "auto" or config.block_bytes == "auto" or config.direct is None
     if table is None or not is_open:
         return Reading(config, "default" if is_open else "option")
@@ -67,23 +79,30 @@ def resolve_reading(
     return Reading(filled, _source_of(config, source), entry, drive)
 
 
-def drive_rates(reading: Reading, table: RecordTable) -> tuple[float, ...]:
-    """Bandwidth of each drive of a table, the model's own first; empty if there is one only.
+def _drives(config: ExpertConfig, reading: Reading, table: RecordTable) -> tuple[DriveReading, ...]:
+    """Readers and bandwidth of each drive of a table; empty if there is one only.
 
-    What is remembered of a drive, or else as much as the model's: a guess only orders the first
-    few reads. Folders on one drive share its bandwidth.
+    What is remembered of a drive, or else as of the model's: a guess only orders the first few
+    reads. Folders on one drive share its bandwidth.
     """
     if not table.drives:
         return ()
     cache = DriveCache()
     own = reading.drive_bytes_per_s or UNKNOWN_BYTES_PER_S
     drives = [_find(folder) for folder in table.drives]
-    rates = []
+    found = []
     for number, drive in enumerate(drives):
         entry = cache.find(drive, table.read_bytes) if number and drive else None
         sharing = sum(bool(drive and other and drive.shares_with(other)) for other in drives)
-        rates.append((own if entry is None else entry.bytes_per_s) / max(1, sharing))
-    return tuple(rates)
+        found.append(
+            DriveReading(
+                readers=entry.readers
+                if entry is not None and config.readers == "auto"
+                else reading.experts.num_readers,
+                bytes_per_s=(own if entry is None else entry.bytes_per_s) / max(1, sharing),
+            )
+        )
+    return tuple(found)
 
 
 def _find(folder: Path) -> Drive | None:

@@ -33,7 +33,7 @@ from headrace.experts.trace import (
 
 _log = logging.getLogger(__name__)
 
-__all__ = ["DriveUse", "ExpertStore", "Lease", "StepCounters", "StoreStats"]
+__all__ = ["DriveReading", "DriveUse", "ExpertStore", "Lease", "StepCounters", "StoreStats"]
 
 UNKNOWN_BYTES_PER_S = 1e9
 FLOOR_SLOTS = 2
@@ -108,6 +108,14 @@ class DriveUse:
     failed_copies: int
     is_given_up: bool
     """Its copies are read no more, because a read failed."""
+
+
+class DriveReading(NamedTuple):
+    """How one of several drives is read."""
+
+    readers: int
+    bytes_per_s: float
+    """As measured earlier; what reads take while a run goes on soon counts more."""
 
 
 class StepCounters(NamedTuple):
@@ -196,7 +204,7 @@ class ExpertStore:
         lock: bool = False,
         fingerprint: str = "",
         other_bytes: int = 0,
-        drive_bytes_per_s: tuple[float, ...] = (),
+        drives: tuple[DriveReading, ...] = (),
     ) -> None:
         """Open the files and reserve the slots; memory becomes resident only as slots are filled.
 
@@ -209,8 +217,7 @@ class ExpertStore:
             fingerprint: identity of the checkpoint, for traces.
             other_bytes: memory that is given to anything but slots and margin, for traces.
             lock: keep the slots from being swapped out.
-            drive_bytes_per_s: of each drive of the table, as measured; what reads take while it
-                runs soon counts more. Empty takes all as equal.
+            drives: how each drive of the table is read. Empty takes all as equal.
 
         Raises:
             CheckpointError: a file is missing, or the table is inconsistent.
@@ -234,7 +241,8 @@ class ExpertStore:
         recent = _open_recent(history, header)
         self.policy = _resolve_policy(readers, recent, num_slots, num_records)
         """The policy in force."""
-        rates = drive_bytes_per_s or (UNKNOWN_BYTES_PER_S,) * max(1, len(table.drives))
+        alike = DriveReading(readers.num_readers, UNKNOWN_BYTES_PER_S)
+        drives = drives or (alike,) * max(1, len(table.drives))
         self._native = _core.ExpertStore(
             files=[str(path) for path in table.files],
             layers=list(table.layers),
@@ -250,7 +258,7 @@ class ExpertStore:
             coded=[astuple(tensor) for tensor in table.coded],
             factors=table.factors,
             num_slots=num_slots,
-            num_readers=readers.num_readers * len(rates),
+            num_readers=sum(drive.readers for drive in drives),
             block_bytes=readers.largest_read_bytes,
             read_ahead=readers.read_ahead,
             direct=readers.is_direct,
@@ -260,7 +268,7 @@ class ExpertStore:
             lookahead=readers.lookahead == "auto",
             drive_of_file=list(table.drive_of_file),
             copies=np.ascontiguousarray(table.copies, np.int64),
-            drives=[(readers.num_readers, rate) for rate in rates],
+            drives=[(drive.readers, drive.bytes_per_s) for drive in drives],
         )
         self._is_warned = False
         sinks = [] if recent is None else [recent]
