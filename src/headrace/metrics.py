@@ -86,8 +86,8 @@ class Receipt:
         if self.expert_requests:
             lines.append(
                 f"experts {self.expert_requests} asked, {100 * self.expert_hit_rate:.1f} % hit · "
-                f"read {format_bytes(self.bytes_read)} ({self.read_mode}){self._ahead()}, "
-                f"{format_bytes(self.bytes_read_per_token)}/token, "
+                f"read {format_bytes(self.bytes_read)} ({self.read_mode}), "
+                f"{format_bytes(self.bytes_read_per_token)}/token{self._ahead()}, "
                 f"{self.drive_bytes_per_s / 1e9:.2f} GB/s by {self.readers} readers "
                 f"({self.readers_from}) · stall {self.stall_s:.2f} s"
             )
