@@ -347,8 +347,87 @@ void f8_rows(const LinearArgs& a, int32_t block) {
   for (; row < a.num_rows; ++row) f8_tile<B, 1>(a, block, row);
 }
 
+// Of many rows the weights of a group are made once and lie in the first cache, beside the sums of
+// the rows.
+constexpr int kF8GroupMost = 128;
+constexpr int kPanelBlocks = kFloatTile < 16 ? 1 : 2;
+constexpr int kPanelTile = kFloatTile / kPanelBlocks;  // rows
+constexpr int kPanelRows = 32;
+constexpr int kLeastPanelRows = 2 * kFloatRows;
+
+template <int B>
+struct F8Panel {
+  alignas(64) float weights[B][kF8GroupMost][kBlockOutputs];
+  alignas(64) float sums[kPanelRows][B][kBlockOutputs];
+};
+
+// R rows by the group's `count` inputs, which begin at `x` in the first row.
+template <int B, int R>
+void f8_panel_tile(F8Panel<B>& panel, const float* const* x, int32_t from, int32_t count,
+                   int32_t row) {
+  Floats acc[R * B];
+  unroll<R * B>([&](int i) { acc[i] = load(panel.sums[row + i / B][i % B]); });
+  for (int32_t k = 0; k < count; ++k) {
+    Floats weights[B];
+    unroll<B>([&](int b) { weights[b] = load(panel.weights[b][k]); });
+    unroll<R>([&](int r) {
+      const Floats in = splat(x[row + r][from + k]);
+      unroll<B>([&](int b) { acc[r * B + b] = fma(weights[b], in, acc[r * B + b]); });
+    });
+  }
+  unroll<R * B>([&](int i) { store(panel.sums[row + i / B][i % B], acc[i]); });
+}
+
+template <int B>
+void f8_panel(const LinearArgs& a, int32_t block, int32_t first, int32_t rows) {
+  F8Panel<B> panel;
+  const float* x[kPanelRows];
+  for (int32_t r = 0; r < rows; ++r) {
+    x[r] = a.x + int64_t{in_row(a, first + r)} * a.cols;
+    for (int b = 0; b < B; ++b) store(panel.sums[r][b], splat(0.0f));
+  }
+  const unsigned char* w =
+      reinterpret_cast<const unsigned char*>(a.weights) + int64_t{block} * a.block_bytes;
+  for (int32_t from = 0; from < a.cols; from += a.group) {
+    const int32_t count = a.cols - from < a.group ? a.cols - from : a.group;
+    for (int b = 0; b < B; ++b) {
+      const unsigned char* p = w + b * int64_t{a.block_bytes};
+      const Floats scale = mul(load_f32(p + a.group * kBlockOutputs), splat(256.0f));
+      for (int32_t k = 0; k < count; ++k) {
+        if (k % 4 == 0) prefetch(p + k * kBlockOutputs + kPrefetchBytes / 2);
+        store(panel.weights[b][k], mul(load_e4m3(p + k * kBlockOutputs), scale));
+      }
+    }
+    w += a.group * kBlockOutputs + 64;
+    int32_t r = 0;
+    for (; r + kPanelTile <= rows; r += kPanelTile) {
+      f8_panel_tile<B, kPanelTile>(panel, x, from, count, r);
+    }
+    for (; r < rows; ++r) f8_panel_tile<B, 1>(panel, x, from, count, r);
+  }
+  for (int32_t r = 0; r < rows; ++r) {
+    for (int b = 0; b < B; ++b) store_outputs(a, block + b, first + r, load(panel.sums[r][b]));
+  }
+}
+
+// The blocks from `block` on, B at a time as long as there are so many.
+template <int B>
+int32_t f8_panels(const LinearArgs& a, int32_t block) {
+  for (; block + B <= a.num_blocks; block += B) {
+    for (int32_t row = 0; row < a.num_rows; row += kPanelRows) {
+      const int32_t left = a.num_rows - row;
+      f8_panel<B>(a, block, row, left < kPanelRows ? left : kPanelRows);
+    }
+  }
+  return block;
+}
+
 inline void linear_f8(const LinearArgs& a) {
   int32_t block = 0;
+  if (a.num_rows >= kLeastPanelRows) {
+    f8_panels<1>(a, f8_panels<kPanelBlocks>(a, 0));
+    return;
+  }
   for (; block + 4 <= a.num_blocks; block += 4) f8_rows<4>(a, block);
   for (; block < a.num_blocks; ++block) f8_rows<1>(a, block);
 }

@@ -440,7 +440,8 @@ def test_ctrl_c_while_loading_is_quiet() -> None:
 @pytest.mark.skipif(os.name != "posix", reason="signals are POSIX's")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_told_to_end_it_leaves_no_scratch_file(tmp_path: Path, name: str) -> None:
-    program = "from headrace.cli import main; main()"
+    heed = f"import signal; signal.signal(signal.{name}, signal.SIG_DFL)"  # under nohup, too
+    program = f"{heed}; from headrace.cli import main; main()"
     words = ("bench", "disk", str(tmp_path), "--max-read", "64MiB", "--record", "64KiB")
     command = [sys.executable, "-c", program, *words, "--windows", "100"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
