@@ -20,6 +20,7 @@ import numpy as np
 from headrace.checkpoint.layout import MANIFEST_NAME
 from headrace.drive import Drive, find_drive
 from headrace.errors import ConfigError
+from headrace.experts.drive_cache import DriveCache, DriveRecord, remembered
 from headrace.experts.probe import (
     ALIGNMENT,
     READERS,
@@ -30,6 +31,7 @@ from headrace.experts.probe import (
     choose,
     measure_rates,
     measure_window,
+    probe,
 )
 from headrace.inspect import open_model
 from headrace.machine import Steal, describe_machine
@@ -39,6 +41,7 @@ RECORD_BYTES = 4 << 20  # where no model says otherwise: between Qwen3-30B's 2.5
 SIZES = (256 << 10, 1 << 20)  # and the whole record
 MAX_READ_BYTES = 8 << 30
 SCRATCH_BYTES = 4 << 30
+PROBE_BYTES = 512 << 20  # read to know no more than the drive's speed
 WINDOWS = 5
 WINDOW_S = 0.25  # longest, but for slow drives: a window is never less than a record per reader
 RESERVE_BYTES = 1 << 30  # left free beside a scratch file
@@ -111,6 +114,36 @@ def _target(path: Path, kind: str, places: ColdPlaces) -> Target:
     written = max((file.stat().st_mtime for file in files), default=0.0)
     drive = find_drive(files[0] if files else path)
     return Target(path, kind, files, places, drive, max(0.0, time.time() - written))
+
+
+def measure_drive(
+    folder: Path, record_bytes: int, progress: Progress = lambda *_: None
+) -> DriveRecord | None:
+    """What is remembered of a folder's drive, else measured now and remembered.
+
+    Args:
+        folder: a scratch file of at most PROBE_BYTES is written into it, and removed.
+        record_bytes: length of the records to be read.
+        progress: told of the writing: name, bytes done, bytes in all.
+
+    Returns:
+        None if no read came from the drive.
+
+    Raises:
+        ConfigError: no space, or the folder cannot be written.
+    """
+    drive = find_drive(folder)
+    cache = DriveCache()
+    entry = cache.find(drive, record_bytes)
+    if entry is not None:
+        return entry
+    with open_target(folder, record_bytes, PROBE_BYTES, progress, seed=0) as target:
+        probed = probe(target.places, drive, max_memory_bytes=PROBE_BYTES)
+    if probed is None:
+        return None
+    entry = remembered(probed, drive)
+    cache.remember(drive, entry)
+    return entry
 
 
 @contextlib.contextmanager

@@ -34,12 +34,10 @@ from headrace.checkpoint.layout import (
 from headrace.checkpoint.records import RecordTable
 from headrace.checkpoint.writer import whole_file, write_all
 from headrace.config import EngineConfig
-from headrace.disk_bench import open_target
+from headrace.disk_bench import measure_drive
 from headrace.drive import find_drive
 from headrace.errors import CheckpointError, ConfigError, UnsupportedModelError
-from headrace.experts.drive_cache import DriveCache, remembered
 from headrace.experts.history import write_atomically
-from headrace.experts.probe import probe
 from headrace.experts.spread import Floats, expected_reads
 from headrace.inspect import open_model
 from headrace.llm import open_history, plan_model, resolve_model
@@ -49,7 +47,6 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 """Told of work on files: name, bytes done, bytes in all."""
 
 RESERVE_BYTES = 1 << 30
-PROBE_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -322,19 +319,12 @@ def choose(
 def _measure(path: Path, record_bytes: int, progress: Progress) -> float:
     """The bandwidth of a folder's drive: remembered, or measured now and remembered."""
     place = _existing(path)
-    drive = find_drive(place)
-    cache = DriveCache()
-    entry = cache.find(drive, record_bytes)
+    entry = measure_drive(place, record_bytes, progress)
     if entry is None:
-        with open_target(place, record_bytes, PROBE_BYTES, progress, seed=0) as target:
-            probed = probe(target.places, drive, max_memory_bytes=PROBE_BYTES)
-        if probed is None:
-            raise ConfigError(
-                f"the drive cannot be measured: {place}\n"
-                "hint: give both bandwidths with `--rates`, such as 1.2GB/s,3GB/s"
-            )
-        entry = remembered(probed, drive)
-        cache.remember(drive, entry)
+        raise ConfigError(
+            f"the drive cannot be measured: {place}\n"
+            "hint: give both bandwidths with `--rates`, such as 1.2GB/s,3GB/s"
+        )
     return entry.bytes_per_s
 
 

@@ -15,7 +15,7 @@ from coded_models import tiny_config, write_coded_model
 from hub_server import COMMIT, HubServer, serve
 from stored_codes import CASES
 
-from headrace import hub
+from headrace import disk_bench, hub
 from headrace import pull as pull_module
 from headrace.checkpoint import Checkpoint, open_checkpoint
 from headrace.checkpoint.container import is_container
@@ -26,6 +26,7 @@ from headrace.config import EngineConfig
 from headrace.convert import convert
 from headrace.convert.recipe import KEPT_WHOLE
 from headrace.errors import CheckpointError, ConfigError, UnsupportedModelError
+from headrace.experts import drive_cache, probe
 from headrace.hub import Repository, find_pulled, open_repository, pulled_folder
 from headrace.inspect import describe
 from headrace.llm import plan_model, resolve_model
@@ -278,6 +279,43 @@ def test_a_stopped_conversion_keeps_finished_files(server: HubServer, source: Pa
     second = sum(server.served[name] for name in names) - first
     assert second < first  # the dense file and two layers were not fetched again
     assert resolve_model(REPO) == pulled_folder(REPO)
+
+
+def test_a_plan_measures_the_drive_that_the_model_would_lie_on(
+    server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked: list[tuple[Path, int]] = []
+
+    def measured(folder: Path, record_bytes: int, *_: object) -> object:
+        asked.append((folder, record_bytes))
+        drive = disk_bench.find_drive(folder)
+        rate = probe.Probed(probe.ReadSetting(2, 1 << 20, True), 2e9, 2e9, 2e9, record_bytes)
+        entry = drive_cache.remembered(rate, drive)
+        drive_cache.DriveCache().remember(drive, entry)
+        return entry
+
+    monkeypatch.setattr(disk_bench, "measure_drive", measured)
+    options = ("--context", "64", "--slots", "8", "--json")
+    assert _run(["plan", REPO, *options, "--drive-bytes-per-s", "1GB/s"]) == 0
+    assert not asked, "the caller knows"
+    capsys.readouterr()
+    assert _run(["plan", REPO, *options]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["drive_bytes_per_s"] == 2e9 and made["predicted_tokens_per_s"] > 0
+    assert asked[0][0].parent == tmp_path and asked[0][1] * made["num_records"] > 0
+    assert _run(["plan", REPO, *options]) == 0
+    assert len(asked) == 1, "it is remembered"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+
+    def full(*_: object) -> object:
+        raise ConfigError("too little free space")
+
+    monkeypatch.setattr(disk_bench, "measure_drive", full)
+    capsys.readouterr()
+    assert _run(["plan", REPO, *options[:-1]]) == 0
+    assert "drive not measured" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

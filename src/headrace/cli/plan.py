@@ -40,7 +40,7 @@ def command(
     """
     from headrace.cli.report import print_plan
 
-    made = _plan(model, engine)
+    made = _plan(model, engine, is_speed_wanted=drive_bytes_per_s is None)
     if not as_json:
         print_plan(made, model, drive_bytes_per_s)
         return
@@ -50,15 +50,14 @@ def command(
     print(json.dumps({**report, "predicted_tokens_per_s": speed}, ensure_ascii=False))
 
 
-def _plan(model: str, engine: EngineConfig) -> "MemoryPlan":
+def _plan(model: str, engine: EngineConfig, *, is_speed_wanted: bool) -> "MemoryPlan":
+    from headrace.cli.remote import plan_remote
     from headrace.hub import find_pulled, is_hub_id, open_repository
     from headrace.llm import plan_model
-    from headrace.pull import remote_headers
 
     if not is_hub_id(model) or Path(model).exists() or find_pulled(model) is not None:
         return plan_model(model, engine)
-    with remote_headers(open_repository(model)) as path:
-        return plan_model(path, engine)
+    return plan_remote(open_repository(model), engine, is_speed_wanted=is_speed_wanted)
 
 
 command.__name__ = "plan"

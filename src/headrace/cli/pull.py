@@ -94,18 +94,16 @@ def _recipe(name: str | None) -> "Recipe | str | None":
 
 def _show_plan(repository: "Repository", engine: EngineConfig, as_json: bool) -> None:
     """Say what the model would get here, as it is on the hub."""
+    from headrace.cli.remote import plan_remote
     from headrace.cli.report import print_plan, say
-    from headrace.llm import plan_model
     from headrace.metrics import format_bytes
-    from headrace.pull import remote_headers
 
     if as_json:
         return
-    with remote_headers(repository) as path:
-        try:
-            print_plan(plan_model(path, engine), repository.repo_id, None)
-        except MemoryBudgetError as error:
-            say(f"note: as it is, it would not run here\n{error}", style="yellow")
+    try:
+        print_plan(plan_remote(repository, engine), repository.repo_id, None)
+    except MemoryBudgetError as error:
+        say(f"note: as it is, it would not run here\n{error}", style="yellow")
     say(f"download: {format_bytes(repository.total_bytes)}", style="")
 
 
