@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,11 +26,16 @@ import platformdirs
 
 from headrace.checkpoint.base import CONFIG_NAME, GENERATION_CONFIG_NAME
 from headrace.checkpoint.container import is_container
+from headrace.checkpoint.gguf_split import stem_of
 from headrace.checkpoint.huggingface import TOKENIZER_FILES, sample_offsets
+from headrace.checkpoint.journal import PARTIAL_SUFFIX
 from headrace.checkpoint.jsonfile import parse_object
 from headrace.checkpoint.safetensors import INDEX_NAME, MAX_HEADER_BYTES, SINGLE_NAME
 from headrace.checkpoint.writer import write_json
 from headrace.errors import CheckpointError, ConfigError, EngineError, hide_credentials
+from headrace.hub_gguf import SUFFIX as GGUF_SUFFIX
+from headrace.hub_gguf import GgufFiles, gguf_models, matching, read_gguf_header
+from headrace.metrics import format_bytes
 
 PULLED_NAME = "headrace-pull.json"
 """Written into a pulled folder when its last file is there."""
@@ -40,7 +46,11 @@ FIRST_BYTES = 1 << 16
 MAX_ATTEMPTS = 6
 """A range is given up after so many answers in a row that brought no byte."""
 NUM_CONNECTIONS = 8
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
+_BEFORE_LABEL = "@"
+"""Between the names of a repository, which never hold it, and of a GGUF model in it."""
+PULLING_SUFFIX = ".pulling"
+"""Of the folder that holds the headers of a source while it is converted on the way."""
 _OFFLINE = ("1", "true", "yes", "on")
 
 
@@ -50,10 +60,14 @@ def models_folder() -> Path:
     return Path(chosen) if chosen else Path(platformdirs.user_data_dir("headrace")) / "models"
 
 
-def pulled_folder(repo_id: str) -> Path:
-    """Return where a repository lies once pulled, whether it was or not."""
-    owner, _, name = repo_id.partition("/")
-    return models_folder() / owner / name
+def pulled_folder(model_id: str) -> Path:
+    """Return where a model lies once pulled, whether it was or not.
+
+    Args:
+        model_id: OWNER/NAME, or OWNER/NAME:LABEL for one of the GGUF models of a repository.
+    """
+    owner, _, name = model_id.partition("/")
+    return models_folder() / owner / name.replace(":", _BEFORE_LABEL)
 
 
 def is_pulled(folder: Path) -> bool:
@@ -61,21 +75,59 @@ def is_pulled(folder: Path) -> bool:
     return is_container(folder) or (folder / PULLED_NAME).is_file()
 
 
-def find_pulled(repo_id: str) -> Path | None:
-    """Return the folder of a repository that was pulled before, None if it never was.
+def find_pulled(model_id: str) -> Path | None:
+    """Return the folder or GGUF file of a model that was pulled before, None if it never was.
 
     Raises:
-        CheckpointError: its download was begun and is not complete.
+        CheckpointError: its download was begun and is not complete, or the id fits several models.
     """
+    repo_id, _, tag = model_id.partition(":")
     folder = pulled_folder(repo_id)
-    if not folder.is_dir():
-        return None
+    if tag or not folder.is_dir():
+        labels = _pulled_labels(folder)
+        fitting = matching(tag, labels)
+        if not fitting:
+            return None
+        if len(fitting) > 1:
+            raise CheckpointError(
+                f"{model_id} fits several models that were pulled: {folder.parent}\n"
+                f"expected one of {', '.join(f'{repo_id}:{label}' for label in fitting)}"
+            )
+        folder = pulled_folder(f"{repo_id}:{fitting[0]}")
     if not is_pulled(folder):
         raise CheckpointError(
-            f"download of {repo_id} is incomplete: {folder}\n"
-            f"hint: run `headrace pull {repo_id}` again; it goes on where it was"
+            f"download of {model_id} is incomplete: {folder}\n"
+            f"hint: run `headrace pull {model_id}` again; it goes on where it was"
         )
-    return folder
+    return folder / _read_note(folder).get("file", "")
+
+
+def _pulled_labels(folder: Path) -> dict[str, str]:
+    """The GGUF models of a repository that were pulled, or begun: label -> name of its file."""
+    start = folder.name + _BEFORE_LABEL
+    others = (PARTIAL_SUFFIX, PULLING_SUFFIX)  # of folders at work beside a model's
+    found = [p for p in sorted(folder.parent.glob(f"{escape(start)}*")) if p.is_dir()]
+    return {
+        path.name.removeprefix(start): stem_of(_read_note(path).get("file", "").rpartition("/")[2])
+        for path in found
+        if not path.name.endswith(others)
+    }
+
+
+def _read_note(folder: Path) -> dict[str, str]:
+    """What was pulled into a folder; empty if that is a container, or no finished pull.
+
+    Raises:
+        CheckpointError: the note is damaged.
+    """
+    note = folder / PULLED_NAME
+    content = parse_object(note.read_bytes(), str(note)) if note.is_file() else {}
+    for key, value in content.items():
+        if not isinstance(value, str):
+            raise CheckpointError(
+                f"malformed note of a pull: {note}\nexpected a text for `{key}`, got {value!r}"
+            )
+    return content
 
 
 def is_offline() -> bool:
@@ -93,7 +145,18 @@ class Repository:
     files: Mapping[str, int]
     """Name -> bytes; configs, tokenizer, template, and the safetensors files with their index."""
     shards: tuple[str, ...]
-    """The safetensors files among them."""
+    """The safetensors or GGUF files among them."""
+    label: str = ""
+    """What tells a GGUF model from the others of the repository."""
+
+    @property
+    def model_id(self) -> str:
+        """What names the model once it is pulled."""
+        return f"{self.repo_id}:{self.label}" if self.label else self.repo_id
+
+    def path_in(self, folder: Path) -> Path:
+        """Return what is opened where a folder holds the files: it, or the first GGUF file."""
+        return folder / self.shards[0] if self.label else folder
 
     @property
     def total_bytes(self) -> int:
@@ -180,48 +243,82 @@ class Repository:
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether a word has the form OWNER/NAME, and is no file of weights that is missing."""
-    is_file = text.endswith((".gguf", ".safetensors"))
+    """Whether a word has the form OWNER/NAME or OWNER/NAME:LABEL, and names no missing file."""
+    is_file = ":" not in text and text.endswith((".gguf", ".safetensors"))
     return not is_file and _HUB_ID.fullmatch(text) is not None
 
 
-def open_repository(repo_id: str, revision: str | None = None) -> Repository:
+def open_repository(model_id: str, revision: str | None = None) -> Repository:
     """Ask the hub what a model repository holds.
 
     Args:
-        repo_id: OWNER/NAME.
+        model_id: OWNER/NAME, or OWNER/NAME:LABEL for one of several GGUF models.
         revision: branch, tag or commit; None for the main branch.
 
     Raises:
-        CheckpointError: no such repository or revision, gated, no network, or no safetensors.
+        CheckpointError: no such repository, revision or model in it, gated, no network, or neither
+            safetensors nor GGUF files.
     """
-    if not is_hub_id(repo_id):
-        raise CheckpointError(f"no repository id: {repo_id}\nexpected OWNER/NAME")
+    if not is_hub_id(model_id):
+        raise CheckpointError(
+            f"no repository id: {model_id}\nexpected OWNER/NAME, or OWNER/NAME:LABEL for GGUF files"
+        )
     if is_offline():
         raise CheckpointError(
-            f"{repo_id} was not pulled, and HF_HUB_OFFLINE forbids the network\n"
-            f"expected it at {pulled_folder(repo_id)}"
+            f"{model_id} was not pulled, and HF_HUB_OFFLINE forbids the network\n"
+            f"expected it at {pulled_folder(model_id)}"
         )
+    repo_id, _, tag = model_id.partition(":")
     api = _open_client()
     with translated(repo_id, api.endpoint):
         info = api.model_info(repo_id, revision=revision, files_metadata=True, timeout=30)
     shown = hide_credentials(api.endpoint)
-    sizes = {s.rfilename: s.size for s in info.siblings or ()}
-    found = {n: s for n, s in sizes.items() if isinstance(s, int) and s >= 0 and "/" not in n}
+    listed = {s.rfilename: s.size for s in info.siblings or ()}
+    sizes = {n: s for n, s in listed.items() if isinstance(s, int) and s >= 0 and _is_safe(n)}
+    found = {n: s for n, s in sizes.items() if "/" not in n}
     if not info.sha:
         raise CheckpointError(f"the hub names no commit of {repo_id}: {shown}")
+    models = gguf_models(sizes)
+    if tag or (models and not found.keys() & {SINGLE_NAME, INDEX_NAME}):
+        label = _choose_gguf(repo_id, tag, models, sizes)
+        names = models[label].names
+        files = {name: sizes[name] for name in names}
+        return Repository(repo_id, info.sha, api.endpoint, files, names, label)
     small = (CONFIG_NAME, GENERATION_CONFIG_NAME, *TOKENIZER_FILES)
     files = {name: found[name] for name in small if name in found}
     if CONFIG_NAME not in files:
-        message = f"no {CONFIG_NAME} in the repository: {repo_id}, {shown}"
-        if any(name.endswith(".gguf") for name in sizes):
-            message += "\nhint: it holds GGUF files; download one of them and run it by its path"
-        raise CheckpointError(message)
+        raise CheckpointError(f"no {CONFIG_NAME} in the repository: {repo_id}, {shown}")
     shards = _shards(Repository(repo_id, info.sha, api.endpoint, found, ()), found)
     if INDEX_NAME in found and SINGLE_NAME not in shards:
         files[INDEX_NAME] = found[INDEX_NAME]
     files.update({name: found[name] for name in shards})
     return Repository(repo_id, info.sha, api.endpoint, files, shards)
+
+
+def _is_safe(name: str) -> bool:
+    """Whether a file of a repository lies inside it, as the hub promises."""
+    return not name.startswith("/") and ".." not in name.split("/")
+
+
+def _choose_gguf(
+    repo_id: str, tag: str, models: Mapping[str, GgufFiles], sizes: Mapping[str, int]
+) -> str:
+    """Return the label of the one model that is meant."""
+    if not models:
+        raise CheckpointError(
+            f"no GGUF model in the repository: {repo_id}\n"
+            f"hint: leave out `:{tag}` if it is a checkpoint in safetensors"
+        )
+    fitting = matching(tag, {label: files.stem for label, files in models.items()})
+    if len(fitting) == 1:
+        return fitting[0]
+    what = f"{len(fitting)} of {len(models)}" if fitting else f"none of {len(models)}"
+    choice = ", ".join(
+        f"{label} ({format_bytes(sum(sizes[name] for name in models[label].names))})"
+        for label in fitting or models
+    )
+    title = f"`{tag}` fits {what} GGUF models" if tag else f"{what} GGUF models fit"
+    raise CheckpointError(f"{title}: {repo_id}\nexpected {repo_id}:LABEL with one of {choice}")
 
 
 def _open_client() -> Any:
@@ -260,10 +357,10 @@ def _shards(repository: Repository, found: Mapping[str, int]) -> tuple[str, ...]
     if SINGLE_NAME in found:
         return (SINGLE_NAME,)
     if INDEX_NAME not in found:
-        weights = [n for n in found if n.endswith((".bin", ".gguf", ".pth", ".safetensors"))]
+        weights = [n for n in found if n.endswith((".bin", ".pth", ".safetensors"))]
         raise CheckpointError(
-            f"no safetensors checkpoint in the repository: {repository.repo_id}\n"
-            f"expected {SINGLE_NAME} or {INDEX_NAME}, got "
+            f"no checkpoint in the repository: {repository.repo_id}\n"
+            f"expected {SINGLE_NAME}, {INDEX_NAME} or GGUF files, got "
             f"{', '.join(weights[:4]) or 'no weights'}"
         )
     content = parse_object(repository.read(INDEX_NAME), f"{INDEX_NAME} of {repository.repo_id}")
@@ -302,6 +399,7 @@ def write_skeleton(repository: Repository, folder: Path, with_samples: bool) -> 
             (folder / name).write_bytes(data)
 
         def make(name: str) -> None:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             write_shard(folder / name, repository.files[name], read_parts(name))
 
         def read_parts(name: str) -> dict[int, bytes]:
@@ -325,6 +423,11 @@ def write_shard(path: Path, num_bytes: int, parts: Mapping[int, bytes]) -> None:
 
 def _read_header(repository: Repository, name: str) -> bytes:
     size = repository.files[name]
+    if name.endswith(GGUF_SUFFIX):
+        where = f"{name} of {repository.repo_id}"
+        return read_gguf_header(
+            where, size, lambda offset, length: repository.read_range(name, offset, length)
+        )
     first = repository.read_range(name, 0, min(size, FIRST_BYTES))
     length = 8 + int.from_bytes(first[:8], "little")
     if len(first) < 8 or length > min(size, 8 + MAX_HEADER_BYTES):
@@ -410,16 +513,16 @@ def require_same(folder: Path, repository: Repository) -> None:
         ConfigError: it is of another one, or not of a pull.
         CheckpointError: its note is damaged.
     """
-    note = folder / PULLED_NAME
-    got = parse_object(note.read_bytes(), str(note)) if note.is_file() else {}
+    got = _read_note(folder)
     if got != _note(repository):
         raise ConfigError(
             f"folder holds another model or revision: {folder}\n"
-            f"expected {repository.repo_id} at {repository.commit}, "
+            f"expected {repository.model_id} at {repository.commit}, "
             f"got {got.get('repository', 'a container')} at {got.get('commit', 'no commit')}\n"
             "hint: remove it, or choose another one with --to"
         )
 
 
 def _note(repository: Repository) -> dict[str, str]:
-    return {"repository": repository.repo_id, "commit": repository.commit}
+    note = {"repository": repository.repo_id, "commit": repository.commit}
+    return {**note, "file": repository.shards[0]} if repository.label else note

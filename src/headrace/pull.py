@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.checkpoint import gguf_header
 from headrace.checkpoint.huggingface import sample_offsets
 from headrace.checkpoint.journal import PARTIAL_SUFFIX
 from headrace.checkpoint.layout import DENSE_NAME, Recipe
@@ -33,6 +34,7 @@ from headrace.convert.source import dense_entries, open_source, record_entries
 from headrace.errors import CheckpointError, ConfigError
 from headrace.hub import (
     NUM_CONNECTIONS,
+    PULLING_SUFFIX,
     Repository,
     is_pulled,
     models_folder,
@@ -42,11 +44,11 @@ from headrace.hub import (
     write_shard,
     write_skeleton,
 )
+from headrace.hub_gguf import SUFFIX as GGUF_SUFFIX
 
 if sys.platform != "win32":
     import fcntl
 
-SKELETON_SUFFIX = ".pulling"
 _HEADERS_PREFIX = "headrace-headers-"
 MAX_GAP = 1 << 16
 """Bytes between two ranges that are fetched along rather than asked around."""
@@ -64,6 +66,7 @@ class PullReport:
     """What a pull did."""
 
     path: Path
+    """What is to be opened: a folder, or the first file of a GGUF model."""
     total_bytes: int
     """Of the folder's weights and small files."""
     already_there: bool
@@ -71,7 +74,7 @@ class PullReport:
 
 @contextlib.contextmanager
 def remote_headers(repository: Repository) -> Iterator[Path]:
-    """Give a folder that describes a repository's model, without its data, for a while.
+    """Give a folder or GGUF file that describes a repository's model, without its data.
 
     It lies on the drive that the model would, where that can be written: the plan states its speed.
     """
@@ -80,7 +83,7 @@ def remote_headers(repository: Repository) -> Iterator[Path]:
     with _headers_folder(place) as made:
         folder = made / repository.repo_id.rpartition("/")[2]
         write_skeleton(repository, folder, with_samples=False)
-        yield folder
+        yield repository.path_in(folder)
 
 
 @contextlib.contextmanager
@@ -155,14 +158,14 @@ def pull(repository: Repository, folder: Path, show: Show = lambda *_: None) -> 
     if is_pulled(folder):
         require_same(folder, repository)
         _forget_download(folder)  # its process may have been killed before
-        return PullReport(folder, repository.total_bytes, already_there=True)
+        return PullReport(repository.path_in(folder), repository.total_bytes, already_there=True)
     _require_ours(folder)
     missing = sum(n for name, n in repository.files.items() if _size(folder / name) != n)
     begun = sum(p.stat().st_size for p in folder.glob(f"{_CLIENT_FOLDER}/**/*.incomplete"))
     _require_space(folder, max(0, missing - begun), f"the download of {repository.repo_id}")
     with _alone_in(folder):
         _fill(repository, folder, show)
-    return PullReport(folder, repository.total_bytes, already_there=False)
+    return PullReport(repository.path_in(folder), repository.total_bytes, already_there=False)
 
 
 def _fill(repository: Repository, folder: Path, show: Show) -> None:
@@ -177,7 +180,7 @@ def _fill(repository: Repository, folder: Path, show: Show) -> None:
             )
         done += size
     for name in repository.shards:
-        read_header(folder / name)
+        header_bytes(folder / name)
     note_pulled(folder, repository)
     _forget_download(folder)
 
@@ -199,13 +202,13 @@ def pull_converted(
     Raises:
         CheckpointError, UnsupportedModelError, ConfigError: as `pull` and `convert`.
     """
-    source = folder.with_name(folder.name + SKELETON_SUFFIX)
+    source = folder.with_name(folder.name + PULLING_SUFFIX)
     with _alone_in(source), contextlib.ExitStack() as end:
         end.callback(shutil.rmtree, source, ignore_errors=True)
-        for left in source.iterdir():
-            left.unlink()  # headers and holes of a killed call: cheaper made anew than checked
+        for left in source.iterdir():  # of a killed call: cheaper made anew than checked
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         write_skeleton(repository, source, with_samples=True)
-        opened = open_source(source)
+        opened = open_source(repository.path_in(source))
         if isinstance(recipe, str):
             recipe = preset_for(recipe, opened.checkpoint)
         plan = make_plan(opened, recipe)
@@ -230,10 +233,8 @@ class RemoteSupply:
     def __init__(self, repository: Repository, folder: Path) -> None:
         """Remember what each shard holds now: its header and the samples that identify it."""
         self.repository = repository
-        self._kept = {}
-        for name in repository.shards:
-            header = read_header(folder / name)
-            self._kept[folder / name] = _read_kept(folder / name, header.data_start)
+        self._names = {folder / name: name for name in repository.shards}
+        self._kept = {path: _read_kept(path, header_bytes(path)) for path in self._names}
 
     def bring(self, entries: Sequence[TensorEntry]) -> None:
         """Fetch the data of tensors; see `Supply.bring`."""
@@ -245,7 +246,7 @@ class RemoteSupply:
                 return
             with path.open("r+b") as file:
                 file.seek(offset)
-                self.repository.fetch(path.name, offset, length, file.write)
+                self.repository.fetch(self._names[path], offset, length, file.write)
 
         with ThreadPoolExecutor(NUM_CONNECTIONS, "pull") as pool:
             try:
@@ -257,7 +258,7 @@ class RemoteSupply:
     def release(self, entries: Sequence[TensorEntry]) -> None:
         """Make holes again of the shards that hold these tensors; see `Supply.release`."""
         for path in sorted({entry.path for entry in entries}):
-            write_shard(path, self.repository.files[path.name], self._kept[path])
+            write_shard(path, self.repository.files[self._names[path]], self._kept[path])
 
     def ranges(self, entries: Iterable[TensorEntry]) -> Iterator[tuple[Path, int, int]]:
         """Join neighbours and cut long runs: (file, offset, bytes), by file and offset."""
@@ -269,6 +270,13 @@ class RemoteSupply:
             yield from _cut(run)
             run = (entry.path, entry.offset, entry.nbytes)
         yield from _cut(run)
+
+
+def header_bytes(path: Path) -> int:
+    """Check the header of a safetensors or GGUF file, and return its length."""
+    if path.suffix == GGUF_SUFFIX:
+        return gguf_header.read_header(path).header_bytes
+    return read_header(path).data_start
 
 
 def _cut(run: tuple[Path, int, int] | None) -> Iterator[tuple[Path, int, int]]:

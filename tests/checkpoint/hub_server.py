@@ -108,7 +108,7 @@ def serve(repositories: dict[str, Path]) -> Iterator[HubServer]:
             if span and not state.ignores_ranges:
                 self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
             self.send_header("X-Repo-Commit", COMMIT)
-            self.send_header("ETag", f'"{name}-{len(content)}"')
+            self.send_header("ETag", f'"{name.replace("/", "-")}-{len(content)}"')
             self.send_header("Accept-Ranges", "bytes")
             self.send_header("Content-Length", str(len(part)))
             self.end_headers()

@@ -30,7 +30,7 @@ from headrace.checkpoint.gguf_names import ARCHITECTURES, ROPE_FACTORS, paired_r
 from headrace.checkpoint.gguf_rope import llama3_scaling
 from headrace.checkpoint.gguf_split import GgufModel, read_model
 from headrace.checkpoint.gguf_tokenizer import tokenizer_config, tokenizer_json
-from headrace.checkpoint.huggingface import open_rows
+from headrace.checkpoint.huggingface import open_rows, sample_offsets
 from headrace.checkpoint.records import FLOAT_FORMATS
 from headrace.checkpoint.safetensors import TensorEntry
 from headrace.checkpoint.values import check_finite, read_range
@@ -39,8 +39,6 @@ from headrace.errors import CheckpointError, UnsupportedModelError
 MODELS = {(a.name, a.has_experts): name for name, a in ARCHITECTURES.items()}
 """`general.architecture`, and whether there are experts -> `model_type`."""
 TYPE_IDS = {type.name: id for id, type in BLOCK_TYPES.items()}
-SAMPLES = 16
-SAMPLE_BYTES = 4096
 
 # Every key of the model itself that is understood; another may change the result and is refused.
 _KEYS = frozenset(
@@ -174,7 +172,7 @@ class GgufCheckpoint(Checkpoint):
         return EmbeddingTable(matrix, matrix.rows, matrix.cols, matrix.format)
 
     def rows_entry(self, name: str) -> TensorEntry:
-        """Return where the values of a floating tensor lie row after row."""
+        """Return where a dense tensor lies, row after row."""
         tensor = self._sources[name]
         return TensorEntry(
             name, tensor.type.name, tensor.shape, tensor.path, tensor.offset, tensor.nbytes
@@ -437,10 +435,9 @@ def _fingerprint(model: GgufModel) -> str:
     digest = hashlib.sha256(b"headrace gguf 2")
     for part in model.parts:
         digest.update(f"\0{part.file_bytes}\0".encode())
-        data_bytes = part.file_bytes - part.header_bytes
         with part.path.open("rb") as file:
             digest.update(file.read(part.header_bytes))
-            for i in range(SAMPLES):
-                file.seek(part.header_bytes + max(0, data_bytes - SAMPLE_BYTES) * i // SAMPLES)
-                digest.update(file.read(SAMPLE_BYTES))
+            for offset, length in sample_offsets(part.header_bytes, part.file_bytes):
+                file.seek(offset)
+                digest.update(file.read(length))
     return digest.hexdigest()

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -135,15 +135,36 @@ def read_header(path: Path) -> GgufHeader:
                     f"expected a directory or a GGUF file, got {file_bytes} bytes"
                 )
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-                return _Parser(path, view, file_bytes).parse()
+                return parse_header(path, view, file_bytes)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+
+
+class ByteView(Protocol):
+    """The bytes of a file, wherever they are."""
+
+    def __getitem__(self, span: slice, /) -> bytes:
+        """Return the bytes of a span from its start to its stop."""
+
+
+def parse_header(path: Path, view: ByteView, file_bytes: int) -> GgufHeader:
+    """Parse and check the header of a file of which the bytes may be elsewhere.
+
+    Args:
+        path: for messages, and where the tensors are said to lie.
+        view: looked at from the start on, not beyond the header.
+        file_bytes: of the whole file.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: as `read_header`.
+    """
+    return _Parser(path, view, file_bytes).parse()
 
 
 class _Parser:
     """A cursor over the header that never reads past the end of the file."""
 
-    def __init__(self, path: Path, view: mmap.mmap, file_bytes: int) -> None:
+    def __init__(self, path: Path, view: ByteView, file_bytes: int) -> None:
         self.path = path
         self.view = view
         self.end = file_bytes
@@ -151,11 +172,11 @@ class _Parser:
 
     def parse(self) -> GgufHeader:
         if self.take(4, "the magic") != MAGIC:
-            hint = lfs_hint(self.view[:64])
+            hint = lfs_hint(self.view[0:64])
             raise CheckpointError(
                 f"not a checkpoint: {self.path}\n"
                 f"expected a directory or a GGUF file, which begins with {MAGIC!r}, "
-                f"got {self.view[:4]!r}" + (f"\nhint: {hint}" if hint else "")
+                f"got {self.view[0:4]!r}" + (f"\nhint: {hint}" if hint else "")
             )
         self.check_version()
         num_tensors = self.count("tensors", least_bytes=24)

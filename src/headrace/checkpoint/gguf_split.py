@@ -81,6 +81,12 @@ def read_model(path: Path) -> GgufModel:
     )
 
 
+def stem_of(name: str) -> str:
+    """Return a file's name without `.gguf` and without the number of the part."""
+    match = _PART.fullmatch(name)
+    return name.removesuffix(".gguf") if match is None else match["stem"]
+
+
 def _count(header: GgufHeader) -> int:
     count = header.metadata.get("split.count", 1)
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= 99999:

@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from headrace.pull import PullReport
 
 
+HUB_ID_HELP = "OWNER/NAME, or OWNER/NAME:LABEL for one of several GGUF models, such as :Q4_K_M"
+
+
 @takes(EngineConfig, without=("trace", "profile", *LOSSY_OPTIONS))
 def command(
-    hub_id: Annotated[str, typer.Argument(metavar="HUB_ID", help="OWNER/NAME")],
+    hub_id: Annotated[str, typer.Argument(metavar="HUB_ID", help=HUB_ID_HELP)],
     revision: Annotated[
         str | None, typer.Option(help="branch, tag or commit", show_default="main")
     ] = None,
@@ -47,9 +50,9 @@ def command(
 ) -> None:
     """Download HUB_ID, after showing from its headers what fits and how fast it would run.
 
-    Only what a checkpoint needs is fetched: config, tokenizer and safetensors. A pull that was cut
-    goes on when called again. Afterwards HUB_ID names MODEL to run, chat, plan, inspect and tune,
-    unless --to put it elsewhere.
+    Only what a checkpoint needs is fetched: config, tokenizer and safetensors, or the files of one
+    GGUF model. A pull that was cut goes on when called again. Afterwards HUB_ID names MODEL to run,
+    chat, plan, inspect and tune, unless --to put it elsewhere.
     """
     from headrace.hub import find_pulled, is_offline, open_repository, pulled_folder
     from headrace.pull import PullReport, pull, pull_converted
@@ -64,8 +67,8 @@ def command(
             raise CheckpointError(f"{hub_id} was not pulled yet, and the network is not allowed")
         _report(hub_id, PullReport(path, _folder_bytes(path), already_there=True), as_json)
         return
-    folder = (to or pulled_folder(hub_id)).expanduser()
     repository = open_repository(hub_id, revision)
+    folder = (to or pulled_folder(repository.model_id)).expanduser()
     _show_plan(repository, engine, as_json)
     from headrace.cli.report import byte_progress
 
@@ -75,7 +78,7 @@ def command(
         else:
             folder.parent.mkdir(parents=True, exist_ok=True)
             report = pull_converted(repository, folder, recipe, show)
-    _report(hub_id, report, as_json)
+    _report(repository.model_id, report, as_json)
 
 
 def _recipe(name: str | None) -> "Recipe | str | None":
@@ -101,14 +104,15 @@ def _show_plan(repository: "Repository", engine: EngineConfig, as_json: bool) ->
     if as_json:
         return
     try:
-        print_plan(plan_remote(repository, engine), repository.repo_id, None)
+        print_plan(plan_remote(repository, engine), repository.model_id, None)
     except MemoryBudgetError as error:
         say(f"note: as it is, it would not run here\n{error}", style="yellow")
     say(f"download: {format_bytes(repository.total_bytes)}", style="")
 
 
 def _folder_bytes(path: Path) -> int:
-    return sum(p.stat().st_size for p in path.iterdir() if p.is_file())
+    folder = path.parent if path.is_file() else path
+    return sum(p.stat().st_size for p in folder.iterdir() if p.is_file())
 
 
 def _report(hub_id: str, report: "PullReport", as_json: bool) -> None:

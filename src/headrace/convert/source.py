@@ -112,8 +112,10 @@ def plain_rows(source: Checkpoint, name: str) -> TensorEntry | None:
 
 
 def dense_entries(source: Checkpoint, name: str) -> list[TensorEntry]:
-    """The stored tensors that make up a dense tensor of a Hugging Face checkpoint."""
-    assert isinstance(source, HuggingFaceCheckpoint), "only these come piece by piece"
+    """The stored tensors that make up a dense tensor."""
+    if isinstance(source, GgufCheckpoint):
+        return [source.rows_entry(name)]
+    assert isinstance(source, HuggingFaceCheckpoint), "a container is no source"
     return source.entries_of(name)
 
 
