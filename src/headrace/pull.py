@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import os
 import shutil
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.checkpoint import gguf_header
+from headrace.checkpoint.folder_lock import folder_lock
 from headrace.checkpoint.huggingface import sample_offsets
 from headrace.checkpoint.journal import PARTIAL_SUFFIX
 from headrace.checkpoint.layout import DENSE_NAME, Recipe
@@ -45,9 +45,6 @@ from headrace.hub import (
     write_skeleton,
 )
 from headrace.hub_gguf import SUFFIX as GGUF_SUFFIX
-
-if sys.platform != "win32":
-    import fcntl
 
 _HEADERS_PREFIX = "headrace-headers-"
 MAX_GAP = 1 << 16
@@ -92,11 +89,13 @@ def _headers_folder(place: Path) -> Iterator[Path]:
 
     The process holds a lock on it; the system drops that when the process ends, however it does.
     """
-    with _locked(place):  # else another process takes one that has no lock yet for left behind
+    with folder_lock(
+        place, wait=True
+    ):  # else another process takes one that has no lock yet for left behind
         _remove_left_behind(place)
         folder = Path(tempfile.mkdtemp(prefix=_HEADERS_PREFIX, dir=place))
         lock = contextlib.ExitStack()
-        lock.enter_context(_locked(folder))
+        lock.enter_context(folder_lock(folder, wait=True))
     try:
         yield folder
     finally:
@@ -114,7 +113,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(_locked(folder, wait=False))
+            held.enter_context(folder_lock(folder, wait=False))
         except BlockingIOError:
             raise ConfigError(
                 f"another process is pulling this model: {folder}\n"
@@ -125,22 +124,10 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 def _remove_left_behind(place: Path) -> None:
     for folder in place.glob(f"{_HEADERS_PREFIX}*"):
-        with contextlib.suppress(OSError), _locked(folder, wait=False):
+        if folder.is_symlink():  # not ours
+            continue
+        with contextlib.suppress(OSError), folder_lock(folder, wait=False):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, wait: bool = True) -> Iterator[None]:
-    """Hold the lock of a folder; without waiting, BlockingIOError if another process does."""
-    if sys.platform == "win32":  # nothing keeps two processes apart there
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield
-    finally:
-        os.close(handle)
 
 
 def pull(repository: Repository, folder: Path, show: Show = lambda *_: None) -> PullReport:

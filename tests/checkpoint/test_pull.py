@@ -165,6 +165,22 @@ def test_headers_of_a_killed_plan_go_away_and_those_in_use_stay(
     assert not list(tmp_path.glob("headrace-*"))
 
 
+def test_the_models_may_lie_behind_links(
+    server: HubServer, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "drive" / "tiny").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "drive")
+    monkeypatch.setenv("HEADRACE_MODELS", str(tmp_path / "link" / "models"))
+    with remote_headers(open_repository(REPO)) as path:
+        assert describe(path)["fingerprint"]
+    assert pull(open_repository(REPO), pulled_folder(REPO)).path == resolve_model(REPO)
+    assert convert(source, tmp_path / "link" / "out", Recipe()).total_bytes > 0
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.symlink_to(tmp_path / "drive" / "tiny")
+    pull(open_repository(REPO), elsewhere)
+    assert (tmp_path / "drive" / "tiny" / "config.json").is_file()
+
+
 def test_two_pulls_of_a_model_do_not_take_each_others_files(
     server: HubServer, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

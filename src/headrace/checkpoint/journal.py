@@ -7,16 +7,16 @@ a manifest is complete.
 """
 
 import logging
-import os
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
 from headrace.checkpoint.container import ContainerCheckpoint, is_container
+from headrace.checkpoint.folder_lock import folder_lock
 from headrace.checkpoint.jsonfile import read_object
 from headrace.checkpoint.layout import MANIFEST_NAME, format_checksum
 from headrace.checkpoint.values import bytes_checksum, read_range
@@ -27,9 +27,6 @@ from headrace.checkpoint.writer import (
     write_json,
 )
 from headrace.errors import CheckpointError, ConfigError, EngineError
-
-if sys.platform != "win32":
-    import fcntl
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +75,7 @@ class Journal:
         self.dest = dest
         self.partial = dest.with_name(dest.name + PARTIAL_SUFFIX)
         self.directory = self.partial / _JOURNAL
-        self._lock: int | None = None
+        self._lock: ExitStack | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -86,25 +83,22 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         """Let other processes write again."""
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.close()
             self._lock = None
 
     def _take_lock(self) -> None:
-        """Keep other processes out for as long as this one lives, or is in the `with` block.
-
-        The system drops such a lock when its holder is killed, so none is ever left behind. Where
-        there is no `flock`, nothing keeps two writers apart.
-        """
-        if sys.platform == "win32" or self._lock is not None:
+        """Keep other processes out for as long as this one lives, or is in the `with` block."""
+        if self._lock is not None:
             return
-        self._lock = os.open(self.partial, os.O_RDONLY)
+        lock = ExitStack()
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.enter_context(folder_lock(self.partial, wait=False))
         except BlockingIOError:
             raise ConfigError(
                 f"another process is writing this container: {self.partial}\n"
                 "hint: wait for it, or choose another destination"
             ) from None
+        self._lock = lock
 
     @property
     def is_complete(self) -> bool:
