@@ -41,6 +41,7 @@ from headrace.errors import CheckpointError, ConfigError, EngineError
 from headrace.experts import ExpertStore
 from headrace.inspect import verify
 from headrace.mirror import plan_mirror, stage, verify_mirror
+from headrace.models.registry import REGISTRY
 from headrace.tokenizer import Tokenizer
 
 TYPES = sorted({*QUANTISED, *FLOATING})
@@ -217,7 +218,7 @@ def test_a_cut_file_is_named(tmp_path: Path) -> None:
 # Out again
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", sorted(REGISTRY))
 @pytest.mark.parametrize("type", TYPES)
 def test_out_again_as_gguf(tmp_path: Path, model_type: str, type: str) -> None:
     """Every byte comes back."""

@@ -26,7 +26,7 @@ from headrace.checkpoint.gguf_split import read_model
 from headrace.convert import GgufRecipe, convert_to_gguf
 from headrace.errors import CheckpointError, EngineError, UnsupportedModelError
 from headrace.inspect import verify
-from headrace.models.registry import load_spec
+from headrace.models.registry import REGISTRY, load_spec
 
 TYPES = sorted({*QUANTISED, *FLOATING})
 TYPE_IDS = {type.name: id for id, type in BLOCK_TYPES.items()}
@@ -174,7 +174,7 @@ def test_a_bad_scale_of_an_expert_is_named(tmp_path: Path) -> None:
     assert [found.tensor for found in report.damaged] == ["blk.1.ffn_down_exps.weight"]
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", sorted(REGISTRY))
 @pytest.mark.parametrize("type", TYPES)
 def test_gguf_to_gguf_keeps_every_tensors_bytes(tmp_path: Path, model_type: str, type: str) -> None:
     metadata, tensors = model_metadata(model_type), model_tensors(model_type, type, type)
