@@ -29,7 +29,7 @@ from headrace.checkpoint.gguf_header import BLOCK_TYPES, GgufHeader, GgufTensor
 from headrace.checkpoint.gguf_names import ARCHITECTURES, ROPE_FACTORS, paired_rows
 from headrace.checkpoint.gguf_rope import llama3_scaling
 from headrace.checkpoint.gguf_split import GgufModel, read_model
-from headrace.checkpoint.gguf_tokenizer import tokenizer_config, tokenizer_json
+from headrace.checkpoint.gguf_tokenizer import END_TOKENS, tokenizer_config, tokenizer_json
 from headrace.checkpoint.huggingface import open_rows, sample_offsets
 from headrace.checkpoint.records import FLOAT_FORMATS
 from headrace.checkpoint.safetensors import TensorEntry
@@ -282,13 +282,10 @@ def config_from_metadata(header: GgufHeader) -> dict[str, Any]:
     head_dim = metadata.own("attention.key_length", int, width // max(heads, 1))
     metadata.require("attention.value_length", head_dim)
     metadata.require("rope.dimension_count", head_dim)
-    eos = [
-        metadata.get(f"tokenizer.ggml.{key}_token_id", int)
-        for key in ("eos", "eot")
-        if f"tokenizer.ggml.{key}_token_id" in header.metadata
-    ]
+    ids = [metadata.get(f"tokenizer.ggml.{key}_token_id", int, None) for key in END_TOKENS]
     return {
         "model_type": model_type,
+        "_name_or_path": metadata.get("general.name", str, None),
         **_mixture(metadata, model_type, num_experts),
         "hidden_size": width,
         "intermediate_size": _inner_size(metadata, model_type),
@@ -302,8 +299,8 @@ def config_from_metadata(header: GgufHeader) -> dict[str, Any]:
         "rope_theta": metadata.own("rope.freq_base", float),
         "rope_scaling": _rope_scaling(metadata, header, head_dim),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id", int, 0),
-        "eos_token_id": eos,
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id", int, None),
+        "eos_token_id": [token for token in ids if token is not None],
     }
 
 

@@ -122,6 +122,15 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     ),
 }
 
+SPECIAL_TOKENS: Mapping[str, str] = {
+    "bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator",
+    "cls": "cls", "mask": "mask", "eot": "eot", "eom": "eom",
+    **{name: name for name in ("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep")},
+}  # fmt: skip
+"""`{name}_token` of a `tokenizer_config.json` -> `tokenizer.ggml.{key}_token_id`, spelt so."""
+END_TOKENS = ("eos", "eot", "eom")
+"""Those that end a text, one each: of a turn, and of a message that asks for a tool."""
+
 SAME_RULE: Mapping[str, str] = {
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
@@ -241,9 +250,8 @@ def tokenizer_config(header: GgufHeader) -> dict[str, Any]:
     """Special tokens by name and the chat template, as `tokenizer_config.json` has them."""
     metadata = header.metadata
     tokens = _strings(header, "tokenizer.ggml.tokens")
-    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     config: dict[str, Any] = {}
-    for name, key in names.items():
+    for name, key in SPECIAL_TOKENS.items():
         token = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if token is not None:
             config[f"{name}_token"] = tokens[_token_id(header, key, len(tokens))]

@@ -40,9 +40,9 @@ def vocabulary_metadata(
         )
     first, last = _surrounding_tokens(tokenizer, where)
     metadata: dict[str, Any] = {
-        "tokenizer.ggml.tokens": [texts.get(i, f"[PAD{i}]") for i in range(vocab_size)],
+        "tokenizer.ggml.tokens": [texts.get(i, _unused(i)) for i in range(vocab_size)],
         "tokenizer.ggml.token_type": [
-            int(_type_of(texts.get(i), added.get(i), model)) for i in range(vocab_size)
+            int(_type_of(i, texts.get(i), added.get(i), model)) for i in range(vocab_size)
         ],
         "tokenizer.ggml.add_bos_token": first is not None,
         "tokenizer.ggml.add_eos_token": last is not None,
@@ -71,8 +71,15 @@ def vocabulary_metadata(
     return metadata
 
 
-def _type_of(text: str | None, added: Mapping[str, Any] | None, model: Mapping[str, Any]) -> int:
-    if text is None:
+def _unused(id: int) -> str:
+    """What a file calls an id without a token."""
+    return f"[PAD{id}]"
+
+
+def _type_of(
+    id: int, text: str | None, added: Mapping[str, Any] | None, model: Mapping[str, Any]
+) -> int:
+    if text is None or (added is None and text == _unused(id)):
         return TokenType.UNUSED
     if model.get("byte_fallback") and text == model.get("unk_token"):
         return TokenType.UNKNOWN

@@ -7,7 +7,7 @@ never quantised again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from headrace.checkpoint.gguf_names import (
     ROPE_FACTORS,
     GgufArchitecture,
 )
+from headrace.checkpoint.gguf_tokenizer import END_TOKENS, SPECIAL_TOKENS
 from headrace.checkpoint.gguf_vocabulary import vocabulary_metadata
 from headrace.checkpoint.gguf_writer import GgufLayout, GgufTensorPlan
 from headrace.checkpoint.layout import FORMATS
@@ -122,7 +123,7 @@ def make_gguf_plan(path: Path, recipe: GgufRecipe) -> GgufPlan:
         asked = None if isinstance(source, GgufCheckpoint) else recipe.experts
         main_type = asked or source.records.shape.gate.format
     notes: list[str] = []
-    metadata = _metadata(spec, main_type)
+    metadata = _metadata(spec, main_type, source.config.get("_name_or_path"))
     if isinstance(source, GgufCheckpoint) and "general.file_type" in source.header.metadata:
         metadata["general.file_type"] = source.header.metadata["general.file_type"]
     metadata |= _tokenizer_metadata(source, spec, tokenizer, notes)
@@ -358,8 +359,14 @@ def _rope_factors(rope: Rope, head_dim: int) -> Float32 | None:
     return plain.inv_freq(head_dim) / rope.inv_freq(head_dim)
 
 
-def _metadata(spec: ModelSpec, main_format: str) -> dict[str, Any]:
-    """What the file says of the model, without its tokenizer."""
+def _metadata(spec: ModelSpec, main_format: str, name: Any) -> dict[str, Any]:
+    """What the file says of the model, without its tokenizer.
+
+    Args:
+        spec: of the model.
+        main_format: what most of the file is stored in.
+        name: as the source's config has it; a path on somebody's machine is none.
+    """
     architecture = ARCHITECTURES[spec.model_type].name
     own: dict[str, Any] = {
         "block_count": spec.num_hidden_layers,
@@ -388,6 +395,8 @@ def _metadata(spec: ModelSpec, main_format: str) -> dict[str, Any]:
         "general.type": "model",
         "general.file_type": _FILE_TYPES.get(main_format, _UNSTATED),
     }
+    if isinstance(name, str) and name and name[0] not in "/.~":
+        metadata["general.name"] = name
     if main_format not in _FLOATING:
         metadata["general.quantization_version"] = _QUANTIZATION_VERSION
     return metadata | {f"{architecture}.{key}": value for key, value in own.items()}
@@ -398,17 +407,18 @@ def _tokenizer_metadata(
 ) -> dict[str, Any]:
     """What the file says of text: vocabulary, special tokens, chat template."""
     metadata = vocabulary_metadata(tokenizer.definition, spec.vocab_size, source.path)
-    ids = {name: tokenizer.special_id(name) for name in ("bos", "unk", "pad")}
-    if ids["bos"] is None and not isinstance(source, GgufCheckpoint):
-        ids["bos"] = source.config.get("bos_token_id")
-    for name, key in (("bos", "bos"), ("unk", "unknown"), ("pad", "padding")):
-        if ids[name] is not None:
-            metadata.setdefault(f"tokenizer.ggml.{key}_token_id", ids[name])
+    named = {name: tokenizer.special_id(name) for name in SPECIAL_TOKENS}
+    named["bos"] = source.config.get("bos_token_id") if named["bos"] is None else named["bos"]
     ends = _end_ids(source, spec, tokenizer)
-    for key, token in zip(("eos", "eot", "eom"), ends, strict=False):
-        metadata.setdefault(f"tokenizer.ggml.{key}_token_id", token)
-    if len(ends) > 3:
-        notes.append(f"end tokens {ends[3:]} are not stated: the format has three places for them")
+    closing = metadata.get("tokenizer.ggml.eos_token_id")  # what the tokenizer puts after a text
+    if closing is not None:
+        named["eos"], ends = closing, [closing, *ends]
+    unplaced = _place_ends(named, ends)
+    for name, token in named.items():
+        if token is not None:
+            metadata.setdefault(f"tokenizer.ggml.{SPECIAL_TOKENS[name]}_token_id", token)
+    if unplaced:
+        notes.append(f"end tokens {unplaced} are not stated: the format has three places for them")
     if (tokenizer.definition.get("normalizer") or {}).get("type") == "NFC":
         notes.append("llama.cpp does not bring text to NFC before it is cut; the tokenizer does")
     if tokenizer.chat_template is not None:
@@ -416,11 +426,26 @@ def _tokenizer_metadata(
     return metadata
 
 
+def _place_ends(named: dict[str, int | None], ends: Sequence[int]) -> list[int]:
+    """Give the tokens that end a text the format's places for them, in `named`.
+
+    One that has the name of a place gets it, if it ends a text; the others get what is free.
+
+    Returns:
+        Those that found no place.
+    """
+    for name in END_TOKENS:
+        named[name] = named[name] if named[name] in ends else None
+    left = [token for token in ends if token not in [named[name] for name in END_TOKENS]]
+    free = [name for name in END_TOKENS if named[name] is None]
+    named.update(zip(free, left, strict=False))
+    return left[len(free) :]
+
+
 def _end_ids(source: Checkpoint, spec: ModelSpec, tokenizer: Tokenizer) -> list[int]:
-    """The ids that end a text, the tokenizer's own end token first if it is one of them."""
+    """The ids that end a text."""
     stated = source.generation_config.get("eos_token_id")
-    own = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     if stated is None:
+        own = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
         return list(dict.fromkeys([*own, *spec.eos_token_ids]))
-    ends = stated if isinstance(stated, list) else [stated]
-    return list(dict.fromkeys([*(i for i in own if i in ends), *ends]))
+    return list(dict.fromkeys(stated if isinstance(stated, list) else [stated]))
