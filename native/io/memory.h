@@ -9,17 +9,14 @@
 
 namespace headrace::io {
 
-// Huge pages spare address-translation misses in weights read end to end. Memory that fills slowly,
-// as a pool of KV pages does, wants small ones, or its first byte costs 2 MiB.
-enum class PageSize { Small, Huge };
-
 class PageBuffer {
  public:
   PageBuffer() = default;
-  // Reserves `bytes`. Throws Error(MemoryBudget) if the system refuses. Huge: starts at a multiple
-  // of 2 MiB, so that all but the end can be huge pages, and is spread over the memory of all
-  // sockets if there are several and it is large.
-  explicit PageBuffer(int64_t bytes, PageSize page_size = PageSize::Huge);
+  // Reserves `bytes`. Throws Error(MemoryBudget) if the system refuses. Huge pages, where the
+  // system gives them, spare address-translation misses in what is read end to end: a large buffer
+  // starts at a multiple of 2 MiB, so that all but its end can be such pages. It is spread over the
+  // memory of all sockets if there are several and it is large.
+  explicit PageBuffer(int64_t bytes);
   ~PageBuffer();
   PageBuffer(PageBuffer&& other) noexcept;
   PageBuffer& operator=(PageBuffer&& other) noexcept;

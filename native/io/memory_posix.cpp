@@ -74,15 +74,13 @@ std::string lock_limit() {
 
 }  // namespace
 
-PageBuffer::PageBuffer(int64_t bytes, PageSize page_size) : size_bytes_(align_up(bytes)) {
+PageBuffer::PageBuffer(int64_t bytes) : size_bytes_(align_up(bytes)) {
   if (size_bytes_ == 0) return;
-  const bool is_huge = page_size == PageSize::Huge;
-  data_ =
-      is_huge && size_bytes_ >= kHugePageBytes ? map_at_huge_page(size_bytes_) : map(size_bytes_);
+  data_ = size_bytes_ >= kHugePageBytes ? map_at_huge_page(size_bytes_) : map(size_bytes_);
 #ifdef MADV_HUGEPAGE
-  ::madvise(data_, size(size_bytes_), is_huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);  // may fail
+  ::madvise(data_, size(size_bytes_), MADV_HUGEPAGE);  // may fail
 #endif
-  if (!is_huge || size_bytes_ < kLeastInterleavedBytes) return;
+  if (size_bytes_ < kLeastInterleavedBytes) return;
   const std::vector<int> nodes = memory_nodes();
   if (nodes.size() > 1) interleave(data_, size_bytes_, nodes);  // where it fails, it is only slower
 }

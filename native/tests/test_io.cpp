@@ -306,7 +306,7 @@ void test_memory_nodes() {
 
 void test_interleaving() {
   const std::vector<int> nodes = io::memory_nodes();
-  io::PageBuffer memory(1 << 20, io::PageSize::Small);
+  io::PageBuffer memory(1 << 20);
   if (nodes.empty()) return;
   if (!io::interleave(memory.data(), memory.size_bytes(), nodes)) return;  // forbidden here
   check(test::text_of("/proc/self/numa_maps").find("interleave:") != std::string::npos);
