@@ -409,6 +409,14 @@ void bind_memory(nb::module_& m) {
                        static_cast<int64_t>(bytes.size()));
       },
       "bytes"_a.noconvert(), "Keep the pages of a byte array from being swapped out.");
+  m.def("memory_nodes", &io::memory_nodes, "sysfs"_a, "Numbers of the NUMA nodes with memory.");
+  m.def(
+      "can_interleave",
+      [](const std::vector<int>& nodes) {
+        const io::PageBuffer page(io::kAlignment);
+        return io::interleave(page.data(), page.size_bytes(), nodes);
+      },
+      "nodes"_a, "Whether the system spreads pages of this process over these nodes.");
   m.def("trim_heap", &io::trim_heap, nb::call_guard<nb::gil_scoped_release>(),
         "Give the system the pages that the C library keeps of what was freed.");
 }

@@ -140,6 +140,20 @@ def _memory(root: Path) -> Iterator[Finding]:
         )  # fmt: skip
     else:
         yield Finding("huge pages", OK, pages or "not known")
+    yield _memory_nodes(root)
+
+
+def _memory_nodes(root: Path) -> Finding:
+    """Large buffers are spread over the memory of all sockets, where the system allows it."""
+    nodes = ops.memory_nodes(str(root / "sys"))
+    if len(nodes) < 2:
+        return Finding("memory nodes", OK, "1" if nodes else "not known")
+    if ops.can_interleave(nodes):
+        return Finding("memory nodes", OK, f"{len(nodes)}, weights and slots are spread over them")
+    return Finding(
+        "memory nodes", WARNING, f"{len(nodes)}, and weights and slots cannot be spread over them",
+        "let the container call mbind (CAP_SYS_NICE): else most is read from one socket's memory",
+    )  # fmt: skip
 
 
 def _swap(root: Path) -> Iterator[Finding]:

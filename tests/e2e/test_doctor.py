@@ -35,6 +35,7 @@ def machine(tmp_path: Path) -> Path:
     root = tmp_path / "root"
     write(root, "proc/meminfo", meminfo())
     write(root, "sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never")
+    write(root, "sys/devices/system/node/has_memory", "0")
     for resource in ("cpu", "memory", "io"):
         write(root, f"proc/pressure/{resource}", "some avg10=0 avg60=0.00 avg300=0 total=0")
     mount(root, "ext4")
@@ -85,13 +86,14 @@ def test_a_well_machine(machine: Path) -> None:
     assert "8 GiB available of 16 GiB" in by_subject(findings, "memory").text
     assert by_subject(findings, "swap").text == "none"
     assert by_subject(findings, "huge pages").text == "madvise"
+    assert by_subject(findings, "memory nodes").text == "1"
     assert ops.isa() in by_subject(findings, "processor").text
 
 
 def test_a_system_that_says_nothing_is_no_fault(tmp_path: Path) -> None:
     findings = examine("demo", root=tmp_path / "nothing here")
     assert PROBLEM not in ills(findings).values()
-    for subject in ("huge pages", "swap", "io pressure", "drive temperature"):
+    for subject in ("huge pages", "memory nodes", "swap", "io pressure", "drive temperature"):
         assert by_subject(findings, subject) == Finding(subject, OK, "not known")
     memory = by_subject(findings, "memory")
     assert memory.level == WARNING and "--memory" in str(memory.advice)
@@ -122,6 +124,21 @@ def test_each_ill_is_found_alone_with_what_to_do(
     assert ills(findings) == healthy | {subject: WARNING}
     found = by_subject(findings, subject)
     assert said in found.text and found.advice
+
+
+@pytest.mark.parametrize(("is_allowed", "level"), [(True, OK), (False, WARNING)])
+def test_memory_that_cannot_be_spread_over_sockets_is_found(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, is_allowed: bool, level: str
+) -> None:
+    asked: list[list[int]] = []
+    monkeypatch.setattr(doctor.ops, "can_interleave", lambda n: asked.append(n) or is_allowed)
+    examine(root=machine)
+    assert not asked, "one socket has nothing to spread over"
+    write(machine, "sys/devices/system/node/has_memory", "0-1")
+    found = by_subject(examine(root=machine), "memory nodes")
+    assert asked == [[0, 1]]
+    assert found.level == level and found.text.startswith("2, ")
+    assert (found.advice is None) == is_allowed
 
 
 @pytest.mark.parametrize("version", [1, 2])

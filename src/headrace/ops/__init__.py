@@ -19,8 +19,10 @@ from headrace.ops.ffn import moe_activations, moe_ffn, routed_ffn, swiglu_ffn
 from headrace.ops.linear import linear, linear_add, linears, norm_linears
 from headrace.ops.machine import (
     available_isas,
+    can_interleave,
     isa,
     lock_memory,
+    memory_nodes,
     num_threads,
     pool_bytes,
     pool_trim,
@@ -41,6 +43,7 @@ __all__ = [
     "add",
     "apply_penalties",
     "available_isas",
+    "can_interleave",
     "clamp",
     "embedding",
     "isa",
@@ -52,6 +55,7 @@ __all__ = [
     "linears",
     "lock_memory",
     "log_softmax",
+    "memory_nodes",
     "moe_activations",
     "moe_ffn",
     "norm_linears",

@@ -65,3 +65,13 @@ def lock_memory(data: Bytes) -> None:
         MemoryBudgetError: the system does not allow so much; says its limit.
     """
     _core.lock_memory(data)
+
+
+def memory_nodes(sysfs: str = "/sys") -> list[int]:
+    """Numbers of the NUMA nodes that have memory; empty where the system does not say."""
+    return _core.memory_nodes(sysfs)
+
+
+def can_interleave(nodes: list[int]) -> bool:
+    """Whether the system lets this process spread its memory over nodes; containers may not."""
+    return _core.can_interleave(nodes)
