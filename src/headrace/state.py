@@ -13,12 +13,12 @@ import numpy as np
 
 from headrace._core import KVPool
 from headrace.arrays import Int32
+from headrace.config import KV_DTYPES
 from headrace.errors import ConfigError, ShapeError
 
-__all__ = ["KV_DTYPES", "PAGE_TOKENS", "KVPool", "StepRows", "kv_vector_bytes", "make_kv_pool"]
+__all__ = ["PAGE_TOKENS", "KVPool", "StepRows", "kv_vector_bytes", "make_kv_pool"]
 
 PAGE_TOKENS = 64
-KV_DTYPES = ("f16", "bf16", "f32", "q8")
 KV_GROUP = 32  # items that share an f16 scale in q8
 _ITEM_BYTES = {"f16": 2, "bf16": 2, "f32": 4, "q8": 1}
 

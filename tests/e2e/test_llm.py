@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from headrace import _core, ops
-from headrace.config import EngineConfig, ExpertConfig, SamplingParams
+from headrace.config import KV_DTYPES, EngineConfig, ExpertConfig, SamplingParams
 from headrace.errors import (
     CheckpointError,
     ConfigError,
@@ -53,6 +53,23 @@ def test_alone_and_together_in_any_chunks_the_answers_are_the_same(
         assert other.logprobs == one.logprobs
         assert other.text == one.text
     assert max(c.receipt.shared_steps for c in together) > 0
+
+
+@pytest.mark.parametrize("kv", KV_DTYPES)
+def test_keys_and_values_of_every_type_answer_alike_in_any_chunks(tiny: Path, kv: str) -> None:
+    found = []
+    for chunk in (1, 64):
+        with open_llm(tiny, chunk=chunk, sequences=3, kv=kv) as llm:
+            answers = llm.generate_batch(PROMPTS, GREEDY)
+            used = llm.plan.kv_bytes
+        found.append([(answer.ids, answer.logprobs) for answer in answers])
+        lossy = answers[0].receipt.lossy
+        assert lossy == ({"kv": "q8"} if kv == "q8" else None)
+        assert ("lossy: kv q8" in answers[0].receipt.lines()[-1]) == (kv == "q8")
+    assert found[0] == found[1]
+    exact = plan_model(tiny, EngineConfig(memory=8 << 30, sequences=3, kv="f32")).kv_bytes
+    # A head of the tiny model has 16 dims, half of a group of q8: 18 bytes.
+    assert used * 64 == exact * {"f32": 64, "f16": 32, "bf16": 32, "q8": 18}[kv]
 
 
 def shrink(llm: LLM, slots: int) -> LLM:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tiny_models import (
     LOGIT_TOLERANCE,
+    TYPICAL_TOLERANCE,
     generate_greedily,
     list_cases,
     make_case,
@@ -24,6 +25,7 @@ from tiny_models import (
 
 from headrace import _core
 from headrace.checkpoint import Checkpoint
+from headrace.config import KV_DTYPES
 from headrace.models.decoder import Decoder
 from headrace.state import StepRows
 
@@ -56,6 +58,14 @@ def test_logits_are_those_of_transformers(case: Case, dtype: str) -> None:
     assert difference <= LOGIT_TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", sorted(TYPICAL_TOLERANCE))
+def test_coarse_pages_are_near_transformers(case: Case, dtype: str) -> None:
+    with open_store(case.checkpoint) as store:
+        logits = run(case.model, store, case.ids, [len(case.ids)], dtype)
+    differences = np.abs(logits - case.expected["logits"]).max(axis=1)
+    assert LOGIT_TOLERANCE["f32"] < np.median(differences) <= TYPICAL_TOLERANCE[dtype]
+
+
 def test_half_precision_pages_are_really_used(case: Case) -> None:
     with open_store(case.checkpoint) as store:
         exact = run(case.model, store, case.ids, [len(case.ids)], "f32")
@@ -69,7 +79,7 @@ def test_greedy_tokens_are_those_of_transformers(case: Case) -> None:
         assert generate_greedily(case.model, store, case.ids, len(greedy)) == greedy
 
 
-@pytest.mark.parametrize("dtype", sorted(LOGIT_TOLERANCE))
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 @pytest.mark.parametrize("chunks", [[17, 23], [1] * 40, [32, 1, 7]], ids=["two", "decode", "mixed"])
 def test_any_chunking_gives_the_same_bits(case: Case, chunks: list[int], dtype: str) -> None:
     with open_store(case.checkpoint) as store:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from headrace import ops
+from headrace.config import KV_DTYPES
 from headrace.errors import ShapeError
 from headrace.ops import reference
-from headrace.state import KV_DTYPES, kv_vector_bytes
+from headrace.state import kv_vector_bytes
 
 from .conftest import assert_same_bits
 
@@ -247,7 +248,7 @@ def test_refused_arguments(rng: np.random.Generator) -> None:
         ops.KVPool(1, 1, 1, 16, 64, "q4")
 
 
-@pytest.mark.parametrize("dtype", ["f16", "q8"])
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 @pytest.mark.parametrize("window", [1, 33, 70, 500])
 def test_windows_and_sinks_equal_reference(
     everywhere: Everywhere, rng: np.random.Generator, dtype: str, window: int
@@ -334,13 +335,36 @@ def test_long_context_is_split_without_a_trace(
     results = everywhere(lambda: ops.paged_attention(wide_q, pool, 0, last, 0.25))
     for got in results:
         assert_same_bits(got, results[0])
-    held = ops.pool_bytes()
-    ops.paged_attention(wide_q, pool, 0, last, 0.25)
-    assert ops.pool_bytes() - held < 8 << 20
     scores = np.einsum("hd,sd->hs", wide_q[1].astype(np.float64), k[:, 0].astype(np.float16)) * 0.25
     p = np.exp(scores - scores.max(-1, keepdims=True))
     exact = (p / p.sum(-1, keepdims=True)) @ v[:, 0].astype(np.float16).astype(np.float64)
     np.testing.assert_allclose(results[0][1].reshape(8, 16), exact, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_rows", [1, 64, 512])
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_long_context_makes_no_buffer_of_its_length(num_rows: int, is_latent: bool) -> None:
+    """All scores of 64 rows and 8 heads over 32,768 tokens would take 64 MiB."""
+    tokens, heads, width = 32 * 1024, 8, 16
+    pages = np.arange(tokens // 64, dtype=np.int32)
+    rows = Rows(np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.int32), pages[None])
+    last = rows.cut(tokens - num_rows, tokens)
+    q = np.ones((num_rows, heads, width), np.float32)
+    kept = np.ones((tokens, width), np.float32)
+    if is_latent:
+        latents = ops.LatentPool(1, len(pages), width, 0)
+        ops.latent_write(latents, 0, kept, rows)
+    else:
+        pool = ops.KVPool(1, len(pages), 1, width)
+        ops.kv_write(pool, 0, kept[:, None], kept[:, None], rows)
+    ops.pool_trim()
+    held = ops.pool_bytes()
+    if is_latent:
+        out = ops.latent_attention(q, latents, 0, last, 0.25)
+    else:
+        out = ops.paged_attention(q, pool, 0, last, 0.25)
+    assert ops.pool_bytes() - held - out.nbytes < 8 << 20
+    np.testing.assert_allclose(out, 1, rtol=1e-5)
 
 
 def test_q8_error_is_bounded(rng: np.random.Generator) -> None:
