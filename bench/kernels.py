@@ -1,7 +1,7 @@
 """Speed of the native kernels beside what the machine can do: reading memory, and arithmetic.
 
     python bench/kernels.py [--isa amx avx512 avx2] [--threads N] [--rows 1 4 16 64 512]
-        [--only linear moe attention] [--working-set 1.5] [--repeat 5] [--json kernels.json]
+        [--only linear moe attention latent] [--working-set 1.5] [--repeat 5] [--json kernels.json]
 
 Weights come from a working set meant to be larger than any cache, so that few rows measure memory.
 Every line is the median of paired samples: first the ceilings (a plain read of the same memory by
@@ -38,7 +38,11 @@ HIDDEN, INNER = 2048, 768  # the experts of Qwen3-30B-A3B
 CHOSEN, NUM_EXPERTS = 8, 128
 READ_BYTES = 20 << 20  # what 8 such experts take in q4
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 4, 128, 16  # its attention, and layers to walk through
-CONTEXTS = (512, 4096, 8192)
+LATENT_HEADS, LATENT_DIM, LATENT_ROPE_DIM = 16, 512, 64  # the attention of DeepSeek-V2-Lite
+KEPT_TOKENS = [
+    ("f16", 512), ("f16", 4096), ("f16", 8192), ("bf16", 4096), ("f32", 4096), ("q8", 4096),
+]  # fmt: skip
+"""Formats of keys, values and latents, and tokens of context."""
 SAMPLE_SECONDS = 0.08
 
 
@@ -83,7 +87,8 @@ class Load:
     @property
     def unit(self) -> str:
         """The arithmetic unit that bounds it."""
-        return "int8" if self.op != "attention" and self.format.split()[0] in INTEGER else "float"
+        is_product = self.op in ("linear", "moe_ffn")
+        return "int8" if is_product and self.format.split()[0] in INTEGER else "float"
 
 
 def sample_seconds(call: Callable[[], object]) -> float:
@@ -223,6 +228,9 @@ class ExpertLayer:
     def feeds(self, used: np.ndarray) -> Iterator[_core.ResidentFeed]:
         """Feeds of the experts named, endlessly, each time from other places."""
         size, layers = self.record_bytes, []
+        if len(used) > len(self._places):
+            needed = len(used) * size / 2**30
+            raise SystemExit(f"a layer takes {needed:.2f} GiB: give `--working-set` more")
         for start in range(0, len(self._places) - len(used) + 1, len(used)):
             records = {
                 int(e): self._memory[p * size : (p + 1) * size]
@@ -259,34 +267,67 @@ def moe_loads(rows: list[int], working_set_bytes: int) -> Iterator[Load]:
                        2 * 3 * INNER * HIDDEN * count * CHOSEN, call)  # fmt: skip
 
 
+def steps_at(length: int, rows: list[int]) -> Iterator[StepRows]:
+    """All rows of a context, then the last of them in each number that it has."""
+    table = np.arange(length // 64, dtype=np.int32)[None]
+    positions, sequences = np.arange(length, dtype=np.int32), np.zeros(length, np.int32)
+    for count in (length, *(n for n in rows if n <= length)):
+        yield StepRows(positions[-count:], sequences[:count], table)
+
+
 def attention_loads(rows: list[int]) -> Iterator[Load]:
     """One layer of Qwen3-30B-A3B's attention, layer after layer, at the end of some contexts."""
     rng = np.random.default_rng(4)
-    for dtype in ("f16",):
-        for length in CONTEXTS:
-            pool = ops.KVPool(LAYERS, length // 64, KV_HEADS, HEAD_DIM, dtype=dtype)
-            table = np.arange(length // 64, dtype=np.int32)[None]
-            positions = np.arange(length, dtype=np.int32)
-            layers = cycle(range(LAYERS))
-            whole = StepRows(positions, np.zeros(length, np.int32), table)
-            k = rng.standard_normal((length, KV_HEADS, HEAD_DIM)).astype(np.float32)
-            for layer in range(LAYERS):
-                ops.kv_write(pool, layer, k, k, whole)
-            for count in (n for n in rows if n <= length):
-                last = StepRows(positions[-count:], whole.sequences[:count], table)
-                q = rng.standard_normal((count, HEADS, HEAD_DIM)).astype(np.float32)
+    for dtype, length in KEPT_TOKENS:
+        pool = ops.KVPool(LAYERS, length // 64, KV_HEADS, HEAD_DIM, dtype=dtype)
+        layers = cycle(range(LAYERS))
+        whole, *steps = steps_at(length, rows)
+        k = rng.standard_normal((length, KV_HEADS, HEAD_DIM)).astype(np.float32)
+        for layer in range(LAYERS):
+            ops.kv_write(pool, layer, k, k, whole)
+        for step in steps:
+            count = len(step.positions)
+            q = rng.standard_normal((count, HEADS, HEAD_DIM)).astype(np.float32)
 
-                def call(
-                    q: np.ndarray = q,
-                    last: StepRows = last,
-                    pool: ops.KVPool = pool,
-                    layers: Iterator[int] = layers,
-                ) -> None:
-                    ops.paged_attention(q, pool, next(layers), last, HEAD_DIM**-0.5)
+            def call(
+                q: np.ndarray = q,
+                step: StepRows = step,
+                pool: ops.KVPool = pool,
+                layers: Iterator[int] = layers,
+            ) -> None:
+                ops.paged_attention(q, pool, next(layers), step, HEAD_DIM**-0.5)
 
-                seen = int(last.positions.sum()) + count
-                yield Load("attention", f"{dtype}, {length} tokens", count, pool.nbytes // LAYERS,
-                           4 * HEADS * HEAD_DIM * seen, call)  # fmt: skip
+            seen = int(step.positions.sum()) + count
+            yield Load("attention", f"{dtype}, {length} tokens", count, pool.nbytes // LAYERS,
+                       4 * HEADS * HEAD_DIM * seen, call)  # fmt: skip
+
+
+def latent_loads(rows: list[int]) -> Iterator[Load]:
+    """The same for one layer of DeepSeek-V2-Lite's latent attention."""
+    rng = np.random.default_rng(5)
+    width = LATENT_DIM + LATENT_ROPE_DIM
+    for dtype, length in KEPT_TOKENS:
+        pool = ops.LatentPool(LAYERS, length // 64, LATENT_DIM, LATENT_ROPE_DIM, dtype=dtype)
+        layers = cycle(range(LAYERS))
+        whole, *steps = steps_at(length, rows)
+        latents = rng.standard_normal((length, width)).astype(np.float32)
+        for layer in range(LAYERS):
+            ops.latent_write(pool, layer, latents, whole)
+        for step in steps:
+            count = len(step.positions)
+            q = rng.standard_normal((count, LATENT_HEADS, width)).astype(np.float32)
+
+            def call(
+                q: np.ndarray = q,
+                step: StepRows = step,
+                pool: ops.LatentPool = pool,
+                layers: Iterator[int] = layers,
+            ) -> None:
+                ops.latent_attention(q, pool, next(layers), step, width**-0.5)
+
+            seen = int(step.positions.sum()) + count
+            yield Load("latent", f"{dtype}, {length} tokens", count, pool.nbytes // LAYERS,
+                       2 * LATENT_HEADS * (width + LATENT_DIM) * seen, call)  # fmt: skip
 
 
 def show(row: Row) -> None:
@@ -308,7 +349,7 @@ def main() -> None:
     parser.add_argument("--working-set", type=float, default=1.5, help="GiB of weights")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 512])
     parser.add_argument("--repeat", type=int, default=5, help="paired samples per line")
-    kinds = ["linear", "moe", "attention"]
+    kinds = ["linear", "moe", "attention", "latent"]
     parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--json", type=Path, help="write the rows and ceilings here as well")
     args = parser.parse_args()
@@ -318,6 +359,7 @@ def main() -> None:
         "linear": lambda: linear_loads(args.rows, num_bytes),
         "moe": lambda: moe_loads(args.rows, num_bytes),
         "attention": lambda: attention_loads(args.rows),
+        "latent": lambda: latent_loads(args.rows),
     }
     machine = describe()
     print(machine)

@@ -17,18 +17,17 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-MARKERS = {"linear": "o", "moe_ffn": "s", "attention": "^"}
-COLOURS = {
-    "amx": "#b03a2e",
-    "avx512": "#1f618d",
-    "avx2": "#1e8449",
-    "scalar": "#7d6608",
-    "neon": "#6c3483",
-}
+MARKERS = {"linear": "o", "moe_ffn": "s", "attention": "^", "latent": "v"}
+
+
+def colours_of(report: dict[str, Any]) -> dict[str, str]:
+    """A colour for each instruction set that was measured."""
+    return {isa: f"C{index}" for index, isa in enumerate(report["peak_operations_per_s"])}
 
 
 def draw_roofs(axes: Any, report: dict[str, Any], intensities: list[float]) -> None:
     """Bandwidth, and the peak of each instruction set's units."""
+    colours = colours_of(report)
     read = report["read_bytes_per_s"] / 1e9
     low, high = min(intensities) / 2, max(intensities) * 2
     peaks = report["peak_operations_per_s"]
@@ -42,13 +41,14 @@ def draw_roofs(axes: Any, report: dict[str, Any], intensities: list[float]) -> N
             if round(peak, -1) in drawn:
                 continue
             drawn.add(round(peak, -1))
-            axes.plot([peak / read, high], [peak, peak], color=COLOURS[isa], linewidth=1)
+            axes.plot([peak / read, high], [peak, peak], color=colours[isa], linewidth=1)
             axes.annotate(f"{isa} {unit} {peak:.0f}", (high, peak), ha="right", va="bottom",
-                          color=COLOURS[isa], fontsize=8)  # fmt: skip
+                          color=colours[isa], fontsize=8)  # fmt: skip
 
 
 def draw_ops(axes: Any, report: dict[str, Any]) -> None:
     """A line through the row counts of each op, format and instruction set."""
+    colours = colours_of(report)
     lines = defaultdict(list)
     for row in report["rows"]:
         point = (row["intensity"], row["operations_per_s"] / 1e9)
@@ -56,7 +56,7 @@ def draw_ops(axes: Any, report: dict[str, Any]) -> None:
     for (op, _, isa), points in lines.items():
         x, y = zip(*sorted(points), strict=True)
         axes.plot(x, y, marker=MARKERS[op], markersize=4, linewidth=0.5, alpha=0.7,
-                  color=COLOURS[isa])  # fmt: skip
+                  color=colours[isa])  # fmt: skip
 
 
 def main() -> None:
