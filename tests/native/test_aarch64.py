@@ -7,16 +7,13 @@ does, so this is a test of bits; it says nothing about speed.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from native_builds import DIGESTS, build_native, call, sets_that_agree
 
-ROOT = Path(__file__).parents[2]
-DIGESTS = ROOT / "native" / "tests" / "kernel_digests.txt"
 COMPILER = shutil.which("aarch64-linux-gnu-g++")
 EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
 SETS = {  # what each processor must find itself able to run
@@ -35,40 +32,18 @@ pytestmark = [
 ]
 
 
-def call(*command: str | Path, cpu: str = "max") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "QEMU_CPU": cpu},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def sets_that_agree(output: str) -> list[str]:
-    return re.findall(r"^(?:\d+: )?([\w-]+): [1-9]\d* cases, 0 differ$", output, re.MULTILINE)
-
-
 @pytest.fixture(scope="module")
 def build() -> Path:
     """The build folder, kept in the work tree so that the next run compiles only what changed."""
-    folder = ROOT / "build" / "aarch64"
-    configured = call(
-        "cmake", "-S", ROOT, "-B", folder,
-        "-DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake",
-        "-DHEADRACE_PYTHON=OFF", "-DHEADRACE_NATIVE_TESTS=ON", "-DCMAKE_BUILD_TYPE=Release",
+    return build_native(
+        "aarch64", "-DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake",
+        "-DCMAKE_BUILD_TYPE=Release",
     )  # fmt: skip
-    assert configured.returncode == 0, configured.stdout
-    built = call("cmake", "--build", folder, "--parallel", "2")
-    assert built.returncode == 0, built.stdout
-    return folder
 
 
 @pytest.mark.parametrize("cpu", SETS)
 def test_the_native_tests_pass_and_bits_equal_those_of_x86(build: Path, cpu: str) -> None:
-    run = call("ctest", "--test-dir", build, "--verbose", "--timeout", "300", cpu=cpu)
+    run = call("ctest", "--test-dir", build, "--verbose", "--timeout", "300", QEMU_CPU=cpu)
     assert run.returncode == 0, run.stdout
     assert sets_that_agree(run.stdout) == SETS[cpu], run.stdout
 
@@ -78,7 +53,7 @@ def test_a_digest_that_differs_is_noticed(build: Path, tmp_path: Path) -> None:
     lines[0] = "0" * 16 + lines[0][16:]
     changed = tmp_path / "digests.txt"
     changed.write_text("\n".join([*lines[:-1], "0" * 16 + " no such case", ""]))
-    run = call(EMULATOR, build / "kernel_digest", changed)
+    run = call(EMULATOR, build / "kernel_digest", changed, QEMU_CPU="max")
     assert run.returncode == 1
     assert re.findall(r"cases, (\d+) differ", run.stdout) == ["3", "3", "3"]
     assert f"neon: `{lines[0][17:]}` is " in run.stdout
